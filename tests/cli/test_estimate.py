@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -446,7 +447,7 @@ def test_published_models_have_their_parameters_and_operations(model, billions, 
 
 def further_parameters(args) -> float:
     """Parameters that a token passes in the prediction layer: those of an expert layer, the joining, and the logits."""
-    one = count_model(args.changed({"tensor_model_parallel_size": 1, "sequence_parallel": False})).layers[-1]
+    one = count_model(replace(args, tensor_model_parallel_size=1, sequence_parallel=False)).layers[-1]
     held = 256 // args.expert_model_parallel_size
     joining = 2 * args.hidden_size**2
     return one.parameters.dense + one.parameters.expert / held * 8 + joining + args.padded_vocab_size * args.hidden_size

@@ -42,7 +42,7 @@ def tripled(call: Call) -> float:
 
 
 def hook(name: str = "scale", *parameters: str, around=tripled, module: str = "a_library") -> Hook:
-    return Hook(f"{module}:{name}", parameters, "to see it work", around)
+    return Hook(f"{module}:{name}({', '.join(parameters)})", "to see it work", around)
 
 
 def test_every_name_of_a_function_is_replaced_and_restored(modules):
@@ -112,6 +112,6 @@ def test_a_target_that_is_not_as_expected_stops_before_anything_is_replaced(modu
 
 def test_a_hook_may_be_for_some_versions_only():
     everywhere = hook()
-    somewhere = Hook("a_library:scale", (), "to see", tripled, versions=("0.16", "0.17"))
+    somewhere = Hook("a_library:scale()", "to see", tripled, versions=("0.16", "0.17"))
     assert everywhere.applies_to("0.20.0")
     assert [somewhere.applies_to(version) for version in ("0.16.1", "0.17.0rc0", "0.18.0")] == [True, True, False]

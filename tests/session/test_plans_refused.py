@@ -117,8 +117,8 @@ def test_a_configuration_describes_the_model_as_the_flags_do():
 
 def test_megatron_lm_fills_in_how_ranks_share_experts():
     ours = checked({**PLANNED, "--num-experts": "4", "--disable-bias-linear": None})
-    theirs = ours.changed({"expert_tensor_parallel_size": 1, "moe_ffn_hidden_size": ours.ffn_hidden_size})
-    theirs = theirs.changed({"moe_router_load_balancing_type": ["aux_loss"]})
+    theirs = replace(ours, expert_tensor_parallel_size=1, moe_ffn_hidden_size=ours.ffn_hidden_size)
+    theirs = replace(theirs, moe_router_load_balancing_type=["aux_loss"])
     assert JobFlags.of(theirs).model == JobFlags.of(ours).model
 
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data import Datasets, build_datasets, get_batch, reads_data
+from megatron.zero_bubble.trainer.data import Datasets, build_datasets, get_batch, needed_tensors
 from megatron.zero_bubble.trainer.data_config import check_data, requested_samples
 from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
 from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
@@ -215,7 +215,7 @@ def test_mock_data_needs_no_files() -> None:
 def test_a_stage_gets_what_it_needs_and_the_middle_masks_alone(prefix: str, masks: set[str]) -> None:
     settings = config(data_path=[prefix], reset_attention_mask=bool(masks))
     iterator = build_data_iterator(build(settings).train, settings, 0, 0, 1)
-    assert reads_data(settings, embeds=False, is_last=False) == bool(masks)
+    assert needed_tensors(settings, embeds=False, is_last=False) == ["attention_mask"] * bool(masks)
     given = {
         (is_first, is_last): {
             name

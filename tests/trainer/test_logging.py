@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.trainer import logging
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
@@ -30,7 +31,9 @@ TRAINING_LINE = re.compile(
 )
 """Megatron-LM's line, as scripts take it apart."""
 
-STEP = StepResult(lm_loss=4.25, grad_norm=1.5, num_zeros=12.0, learning_rate=1.5e-4, loss_scale=1.0, batch_size=8)
+UPDATED = StepOutcome(was_updated=True, grad_norm=1.5, num_zeros=12.0)
+SKIPPED = StepOutcome(was_updated=False, grad_norm=None)
+STEP = StepResult(lm_loss=4.25, outcome=UPDATED, learning_rate=1.5e-4, loss_scale=1.0, batch_size=8)
 
 
 class Clock:
@@ -110,14 +113,14 @@ def test_the_loss_is_the_mean_since_the_last_line(clock, capsys):
     assert [TRAINING_LINE.fullmatch(line)["loss"] for line in lines_of(capsys)] == ["3.000000E+00", "1.500000E+01"]
 
 
-def step(**changes: float | bool | None) -> StepResult:
+def step(**changes: float | StepOutcome | None) -> StepResult:
     return StepResult(**{**vars(STEP), **changes})
 
 
 def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, capsys):
     args = make_args("--log-interval", "5")
-    skipped_too = step(lm_loss=100.0, grad_norm=None, was_skipped=True)
-    skipped = step(lm_loss=math.inf, grad_norm=None, was_skipped=True)
+    skipped_too = step(lm_loss=100.0, outcome=SKIPPED)
+    skipped = step(lm_loss=math.inf, outcome=SKIPPED)
     run(
         TrainingLog(args, Progress(), log_rank=0),
         clock,
@@ -136,7 +139,11 @@ def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, 
 def test_an_optimizer_that_computes_no_norm_skips_nothing(clock, capsys):
     """megatron-core's FP32Optimizer with --clip-grad 0."""
     args = make_args()
-    run(TrainingLog(args, Progress(), log_rank=0), clock, step(grad_norm=None), step(grad_norm=None))
+    run(
+        TrainingLog(args, Progress(), log_rank=0),
+        clock,
+        *[step(outcome=StepOutcome(was_updated=True, grad_norm=None))] * 2,
+    )
     match = TRAINING_LINE.fullmatch(lines_of(capsys)[0])
     assert (match["loss"], match["norm"], match["skipped"]) == ("4.250000E+00", None, "0")
 
@@ -145,9 +152,8 @@ def test_what_is_not_training_takes_no_time(clock, capsys):
     args = make_args()
     log = TrainingLog(args, Progress(), log_rank=0)
     run(log, clock, STEP)
-    paused_at = log.pause()
-    clock.now += 1000.0
-    log.resume(paused_at)
+    with log.untimed():
+        clock.now += 1000.0
     run(log, clock, STEP)
     assert TRAINING_LINE.fullmatch(lines_of(capsys)[0])["milliseconds"] == "250.0"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
+from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.environment import check_num_ranks
@@ -28,11 +28,6 @@ from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
-_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-_LAYOUT = "--pipeline-model-parallel-layout"
-_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-"""Flags with a hybrid model's layer pattern. `divide_pattern` inserts `|` into a layer pattern to divide the pattern
-into stages."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class LaunchFlags(ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags):
     """All flags that the launcher itself takes."""
 
 
-_GROUPS = (ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags)
+_GROUPS = LaunchFlags.__bases__
 
 
 @dataclass(frozen=True)
@@ -94,25 +89,24 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def help_text() -> str:
-    """The `--help` text of the launcher's flags."""
+    """Return the `--help` text of the launcher's flags."""
     return make_parser(_GROUPS, prog=f"python -m {PROGRAM}", usage=_USAGE, add_help=False).format_help()
 
 
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
-    """The script's arguments, followed by the Megatron-LM flags that the launcher's flags imply.
+    """Return the script's arguments, with a flag for the number of model chunks a rank if the schedule has several.
 
-    If the schedule has several model chunks a rank, the function adds the flag for the number of chunks, unless the
-    script's arguments give this number, a layout or a layer pattern.
+    The flag is left out if the script's arguments give a number of chunks, a layout or a layer pattern.
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
-    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, *_PATTERNS, _LAYOUT)):
+    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS, *PATTERNS))):
         return list(arguments)
-    return [*arguments, _CHUNKS[1], str(entry.num_chunks)]
+    return [*arguments, flag_name(CHUNKS[0]), str(entry.num_chunks)]
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
-    """The flags for the keywords of `enable`: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
+    """Return the flags that the keywords of `enable` stand for.
 
     Raises:
         SessionError: a keyword names no flag, or the flags contradict each other.
@@ -138,8 +132,8 @@ _READ_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class _SizeFlags:
-    """Sizes of the model, a microbatch and the global batch."""
+class _ShapeFlags(ParallelFlags):
+    """Megatron-LM's flags that set the number of ranks, stages, layers and microbatches."""
 
     num_layers: int | None = flag("number of transformer layers", None)
     hybrid_layer_pattern: str | None = flag("layers of a hybrid model, one symbol each", None)
@@ -149,21 +143,16 @@ class _SizeFlags:
     global_batch_size: int | None = flag("sequences in an iteration", None)
 
 
-@dataclass(frozen=True)
-class _ShapeFlags(ParallelFlags, _SizeFlags):
-    """Megatron-LM's flags that set the number of ranks, stages, layers and microbatches."""
-
-
 def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
+    """Refuse script arguments whose numbers of ranks, stages, layers and microbatches contradict each other.
 
     Raises:
-        SessionError: numbers of ranks, stages, layers or microbatches contradict each other.
+        SessionError: the script's numbers of ranks, stages, layers or microbatches contradict each other.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return
     with users_mistakes():
-        shape, _ = take_flags(_ShapeFlags, (ParallelFlags, _SizeFlags), arguments)
+        shape, _ = take_flags(_ShapeFlags, (_ShapeFlags,), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
         check_num_ranks(shape, world_size)
         given = Namespace(**vars(shape))

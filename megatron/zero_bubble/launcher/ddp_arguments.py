@@ -1,4 +1,4 @@
-"""Changes the arguments that a script passes to megatron-core's DDP.
+"""Changes the arguments that a script passes to megatron-core's DistributedDataParallel (DDP).
 
 From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
 before the script wraps the model in DDP. The launcher shards the vocabulary before the script computes the positions of
@@ -34,8 +34,8 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 def defer_in_ddp(call: Call, **more: bool) -> None:
     """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
 
-    The function copies DDP's configuration without running its checks, which would refuse a bucket size set by
-    `num_buckets`.
+    The changed copy of DDP's configuration is not checked again, because the check would refuse a bucket size that
+    megatron-core has computed from `num_buckets`.
 
     Args:
         call: the call of DDP's constructor.

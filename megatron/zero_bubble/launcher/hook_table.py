@@ -1,4 +1,4 @@
-"""The launcher's hooks, and the state that the hooks share until the script ends."""
+"""Makes the launcher's hooks, and holds the state that the hooks share until the script ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
 _NEWER = ("0.18", "0.19", "0.20")
-_MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("megatron.core.models.gpt.gpt_model:GPTModel", ("vp_stage",), ()),
-    ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
-    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
+_MODELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("megatron.core.models.gpt.gpt_model:GPTModel", ", vp_stage", ()),
+    ("megatron.core.models.mamba.mamba_model:MambaModel", "", ("0.16", "0.17")),
+    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", _NEWER),
 )
-"""(path of a model class, constructor parameters that not all model classes have, versions of megatron-core)."""
+"""Path of each model class, constructor parameters that not all model classes have, and versions of megatron-core."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
@@ -43,7 +43,7 @@ class ScriptHooks:
         self._run: Run | LoopRun | None = None
 
     def hooks(self) -> Iterator[Hook]:
-        """The hooks that a schedule needs, in the order in which the script reaches them."""
+        """Yield the hooks that a schedule needs, in the order in which a script calls the hooked functions."""
         yield from self._layout_hooks()
         yield from self._model_hooks()
         yield from self._step_hooks()
@@ -55,28 +55,25 @@ class ScriptHooks:
             yield from replica_hooks(lambda: self.script_run.replicas)
 
     def _layout_hooks(self) -> Iterator[Hook]:
-        """The hooks that choose the layout of the model, and give this layout to the model's configuration."""
+        """Yield the hooks that choose the layout of the model, and give this layout to the model's configuration."""
         yield Hook(
-            "megatron.training.arguments:validate_args",
-            ("args",),
+            "megatron.training.arguments:validate_args(args)",
             "refuses unsupported settings; allows uneven stages if zero bubble chooses the layout or padding is set",
             partial(validate_arguments, self.flags),
         )
         yield Hook(
-            "megatron.core.parallel_state:initialize_model_parallel",
-            ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
+            "megatron.core.parallel_state:initialize_model_parallel"
+            "(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, get_embedding_ranks)",
             "chooses and checks the schedule, when the script's arguments are complete and nothing is built yet",
             self._begin,
         )
         yield Hook(
-            "megatron.training.training:setup_model_and_optimizer",
-            ("model_provider_func",),
+            "megatron.training.training:setup_model_and_optimizer(model_provider_func)",
             "chooses the layout under `--zero-bubble`, before the script builds its model",
             lambda call: self.script_run.set_up_model(call),
         )
         yield Hook(
-            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-            (),
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__()",
             "gives the configuration the layers of each stage, for a V placement and for a chosen layout",
             partial(self._in_script, lambda run, call: run.stages.configure_new(call)),
         )
@@ -85,35 +82,28 @@ class ScriptHooks:
             "multi_token_prediction:get_mtp_num_layers_to_build",
         ):
             yield Hook(
-                f"megatron.core.transformer.{function}",
-                ("config",),
+                f"megatron.core.transformer.{function}(config)",
                 "gives the layers of each stage to a configuration that was made before the process groups",
                 partial(self._in_script, lambda run, call: run.stages.configure_old(call)),
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """The hooks that build the stages of the layout.
-
-        The hooks for a V-shaped placement do nothing under another placement.
-        """
+        """Yield the hooks that build the stages of the layout."""
         yield Hook(
-            "megatron.core.transformer.module:MegatronModule.__init__",
-            ("config",),
+            "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
             _defer_weight_gradients,
         )
-        for model, parameters, versions in _MODELS:
+        for model, more, versions in _MODELS:
             yield Hook(
-                f"{model}.__init__",
-                ("config", "pre_process", "post_process", "pg_collection", *parameters),
+                f"{model}.__init__(config, pre_process, post_process, pg_collection{more})",
                 "checks the configuration; gives a chunk the layers, the embedding and the loss of its stage",
                 lambda call: self.run.build_chunk(call),
                 versions=versions,
             )
         for module, versions in _PATTERNS:
             yield Hook(
-                f"{module}:select_pipeline_segment",
-                ("main_pattern", "vp_stage"),
+                f"{module}:select_pipeline_segment(main_pattern, vp_stage)",
                 "returns the layers of a stage, in a V too; a layer pattern lists the stages in model order",
                 partial(self._in_script, Run.select_layers),
                 versions=versions,
@@ -123,94 +113,85 @@ class ScriptHooks:
             ("last", lambda run, call: run.stages.is_stage(call, -1)),
         ):
             yield Hook(
-                f"megatron.core.parallel_state:is_pipeline_{name}_stage",
-                ("ignore_virtual", "vp_stage"),
+                f"megatron.core.parallel_state:is_pipeline_{name}_stage(ignore_virtual, vp_stage)",
                 f"returns true on rank 0 for the {name} stage of a V; scripts read data where this function is true",
                 partial(self._in_script, handle),
             )
         yield Hook(
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            ("config", "module", "ddp_config"),
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+            "(config, module, ddp_config)",
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
         for optimizer in _LAYING_OUT:
             yield Hook(
-                f"megatron.core.optimizer.{optimizer}.compute_full_param_layout",
-                ("params",),
+                f"megatron.core.optimizer.{optimizer}.compute_full_param_layout(params)",
                 "spreads the vocabulary before a chunk's parameters are laid out in DDP's buffers",
                 lambda call: self.run.lay_out_parameters(call),
                 versions=_NEWER,
             )
 
     def _step_hooks(self) -> Iterator[Hook]:
-        """The hooks that run a training step, and extend the training log line."""
+        """Yield the hooks that run a training step, and extend the training log line."""
         yield Hook(
-            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            (),
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func()",
             "returns a function that runs the zero-bubble schedule",
             lambda call: self.run.forward_backward_func(call),
         )
         yield Hook(
-            "megatron.training.utils:print_rank_last",
-            ("message",),
+            "megatron.training.utils:print_rank_last(message)",
             "adds the idle share to the training log line",
             partial(self._in_script, Run.extend_log_line),
         )
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
-        """The hooks that post-validation and hierarchical SGD share."""
+        """Yield the hooks that post-validation and hierarchical SGD share."""
         whose = "the optimizer for post-validation and for the averaging of replicas"
         chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
         for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
-            path = f"megatron.core.optimizer{function}"
-            yield Hook(path, (), f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
+            path = f"megatron.core.optimizer{function}()"
+            yield Hook(path, f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
         yield Hook(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            ("self",),
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)",
             "reports the schedule's step; validates the step if its gradient norm is logged; then averages replicas",
             lambda call: self.script_run.step(call),
         )
         yield Hook(
-            "megatron.training.checkpointing:save_checkpoint",
-            (),
+            "megatron.training.checkpointing:save_checkpoint()",
             "validates the last step and averages replicas before a checkpoint is saved",
             lambda call: self.script_run.save(call),
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions that the launcher needs but does not hook; another version of Megatron may lack or change them."""
+        """Yield the functions of megatron-core and Megatron-LM that the launcher needs without replacing them."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
-            "megatron.training.checkpointing:load_args_from_checkpoint",
-            ("args",),
+            "megatron.training.checkpointing:load_args_from_checkpoint(args)",
             "reads a checkpoint's arguments, which include the layout chosen for the saved job",
         )
         yield Needed(
-            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
-            ("run_function", "distribute_saved_activations"),
+            "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
+            "(run_function, distribute_saved_activations)",
             "runs a block of layers and keeps only the block's input; R runs the block again before its backward",
         )
         yield Needed(
-            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            ("config", "layer_number", "pg_collection", "vp_stage"),
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__"
+            "(config, layer_number, pg_collection, vp_stage)",
             "builds a layer; `--zero-bubble-seed-by-layer` sets the layer's seed first",
         )
         yield Needed(
-            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
-            ("layer_number",),
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__(layer_number)",
             "builds a layer of multi-token prediction; `--zero-bubble-seed-by-layer` sets its seed first",
         )
         yield Needed(
-            "megatron.core.pipeline_parallel.schedules:set_current_microbatch",
-            ("model", "microbatch_id"),
+            "megatron.core.pipeline_parallel.schedules:set_current_microbatch(model, microbatch_id)",
             "sets a layer's microbatch number, from which the seed of the layer's dropout follows",
         )
 
     @property
     def run(self) -> Run | LoopRun:
-        """The `Run` of a script with Megatron-LM's loop, or the `LoopRun` of a script with its own loop.
+        """The `Run` of a script with Megatron-LM's training loop, or the `LoopRun` of a script with another loop.
 
         Raises:
             SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
@@ -245,19 +226,20 @@ class ScriptHooks:
             SessionError: no training step ran under the zero-bubble schedule, although the script had iterations to
                 train.
         """
-        if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
+        run = self._run
+        if run is None or not (run.had_nothing_to_train or any(session.num_steps for session in run.sessions)):
             raise SessionError(
                 "the script ended without a training step through megatron-core's get_forward_backward_func: "
                 "the schedule had no effect"
             )
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.close()
+        for session in () if self._run is None else self._run.sessions:
+            session.close()
 
 
 def _script_arguments() -> Namespace | None:
-    """The arguments of Megatron-LM's trainer; None if another loop trains."""
+    """Return the arguments of Megatron-LM's trainer; None if another training loop runs."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args
@@ -275,7 +257,9 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, in addition to the substitutions of `mcore/cpu.py`."""
+    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`."""
+
+    from megatron.core import datasets
 
     def allow_no_cuda(call: Call) -> Any:
         from megatron.training.global_vars import get_args
@@ -286,32 +270,23 @@ def cpu_hooks() -> Iterator[Hook]:
         write_in_threads(keep_results=not getattr(get_args(), "async_save", False))
         return result
 
-    def compile_where_possible(call: Call) -> Any:
-        from megatron.core import datasets
-
-        return call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None
-
     yield Hook(
-        "megatron.training.initialize:initialize_megatron",
-        ("allow_no_cuda",),
+        "megatron.training.initialize:initialize_megatron(allow_no_cuda)",
         "allows Megatron-LM to start without CUDA, and keeps its checkpoint writers in the process",
         allow_no_cuda,
     )
     yield Hook(
-        "megatron.training.utils:get_device_arch_version",
-        (),
+        "megatron.training.utils:get_device_arch_version()",
         "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
         lambda call: 10,
     )
     yield Hook(
-        "megatron.core.datasets.utils:compile_helpers",
-        (),
+        "megatron.core.datasets.utils:compile_helpers()",
         "does nothing without a Makefile: megatron-core's wheels contain the compiled helper and no Makefile",
-        compile_where_possible,
+        lambda call: call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None,
     )
     yield Hook(
-        "megatron.legacy.fused_kernels:load",
-        (),
+        "megatron.legacy.fused_kernels:load()",
         "does nothing; the original function needs nvcc, the compiler of CUDA",
         lambda call: None,
         versions=("0.16",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -42,37 +43,40 @@ class Needed:
     """A function of megatron-core or Megatron-LM that the launcher relies on.
 
     Attributes:
-        path: `module:function` or `module:Class.method`.
-        parameters: names of parameters that the function must have.
+        signature: `module:function(parameter, ...)` or `module:Class.method(parameter, ...)`; the function must have
+            the parameters that the signature names, and may have others.
         reason: why the launcher needs the function; the documentation shows this reason.
         versions: versions of megatron-core, such as `0.16`, that have the function; empty for all supported versions.
     """
 
-    path: str
-    parameters: tuple[str, ...]
+    signature: str
     reason: str
     versions: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\w+", self.signature.partition("(")[2])
+
+    @property
     def target(self) -> str:
-        return self.path.replace(":", ".")
+        return self.signature.partition("(")[0].replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether a megatron-core version has the function; functions of Megatron-LM's trainer need `has_trainer`."""
-        if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
+        """Return whether the function exists in megatron-core `version`, with or without Megatron-LM's trainer."""
+        if self.signature.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
 
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """A function to replace: each call of the function becomes a `Call`, which is passed to `around` for its result."""
+    """A function to replace by a hook; `around` gets each call of the function, and returns the result of the call."""
 
     around: Callable[[Call], Any]
 
 
 def minor_version(version: str) -> str:
-    """The first two numbers of a version: `0.16` of `0.16.1rc0`."""
+    """Return the first two numbers of a version, such as `0.16` for version 0.16.1rc0."""
     return ".".join(version.split(".")[:2])
 
 
@@ -87,9 +91,9 @@ class Target:
 
 
 class InstalledHooks:
-    """Replaces functions by hooks until `restore()` is called, including names that other modules have imported.
+    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
 
-    The constructor checks all functions before it replaces the first function.
+    The constructor checks all functions before the constructor replaces the first function.
 
     Raises:
         SessionError: a function is missing, or lacks a parameter.
@@ -113,7 +117,7 @@ def find_target(needed: Needed, version: str) -> Target:
         SessionError: the function is missing, or lacks a parameter.
     """
     try:
-        module, _, name = needed.path.partition(":")
+        module, _, name = needed.signature.partition("(")[0].partition(":")
         owner_name, _, attribute = name.rpartition(".")
         owner = pkgutil.resolve_name(f"{module}:{owner_name}")
         function = getattr(owner, attribute)

@@ -1,8 +1,9 @@
-"""`enable` gives this process's training loop a zero-bubble schedule; `disable` removes the schedule again."""
+"""`enable` gives the training loop of this process a zero-bubble schedule; `disable` removes the schedule again."""
 
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags, flags_from_keywords
 from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, minor_version
-from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 
 class Launch:
-    """The launcher's CPU substitutions and hooks, which stay installed until `close()` is called.
+    """Installs the launcher's hooks, and replaces CUDA functions on a machine without CUDA, until `close()` is called.
 
     Args:
-        flags: the launcher's flags; if the flags ask for no schedule, the launcher only applies the CPU substitutions.
+        flags: the launcher's flags; if the flags ask for no schedule, no hook of a schedule is installed.
 
     Raises:
         SessionError: megatron-core is missing or not supported; a hooked function is missing or lacks a parameter; or
@@ -35,22 +36,19 @@ class Launch:
     """The launch whose schedule is enabled in this process; None if no schedule is enabled."""
 
     def __init__(self, flags: LaunchFlags) -> None:
-        self._cpu: CpuSubstitution | None = None
-        self._hooks: InstalledHooks | None = None
         self.script_hooks: ScriptHooks | None = None
-        try:
-            self._open(flags)
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as resources:
+            self._open(flags, resources)
+            self._resources = resources.pop_all()
 
-    def _open(self, flags: LaunchFlags) -> None:
+    def _open(self, flags: LaunchFlags, resources: ExitStack) -> None:
         if find_spec("megatron.core") is None:
             raise SessionError("megatron.core is found neither beside the script nor installed")
-        if flags.zero_bubble_cpu:
-            self._cpu = substitute_cuda()
+        cpu = substitute_cuda() if flags.zero_bubble_cpu else None
+        if cpu is not None:
+            resources.callback(cpu.restore)
         version = supported_version()
-        if flags.asks_for_schedule and self._cpu is None and not torch.cuda.is_available():
+        if flags.asks_for_schedule and cpu is None and not torch.cuda.is_available():
             raise SessionError(
                 "torch finds no CUDA device on this machine: --zero-bubble-cpu, or enable(cpu=True), trains on CPUs"
             )
@@ -60,9 +58,7 @@ class Launch:
         # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
-        hooks: list[Hook] = []
-        if self._cpu is not None and not torch.cuda.is_available():
-            hooks += cpu_hooks()
+        hooks: list[Hook] = [*cpu_hooks()] if cpu is not None and not torch.cuda.is_available() else []
         if flags.asks_for_schedule:
             self.script_hooks = ScriptHooks(flags)
             hooks += self.script_hooks.hooks()
@@ -70,24 +66,20 @@ class Launch:
                 if needed.applies_to(version, has_trainer=has_trainer):
                     find_target(needed, version)
         hooks = [hook for hook in hooks if hook.applies_to(version, has_trainer=has_trainer)]
-        self._hooks = InstalledHooks(hooks, version)
-        if flags.asks_for_schedule:
+        resources.callback(InstalledHooks(hooks, version).restore)
+        if self.script_hooks is not None:
+            resources.callback(self.script_hooks.close)
             Launch.enabled = self
 
     def close(self) -> None:
-        """Remove the launcher's hooks and CPU substitutions. A second call of `close` does nothing."""
+        """Restore all functions that the launcher has replaced. A second call of `close` does nothing."""
         if Launch.enabled is self:
             Launch.enabled = None
-        if self.script_hooks is not None:
-            self.script_hooks.close()
-        if self._hooks is not None:
-            self._hooks.restore()
-        if self._cpu is not None:
-            self._cpu.restore()
+        self._resources.close()
 
 
 def supported_version() -> str:
-    """The version of the imported megatron-core.
+    """Return the version of the imported megatron-core.
 
     Raises:
         SessionError: the version is not one of `SUPPORTED`.
@@ -110,7 +102,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
         schedule: name of the schedule, as for `--zero-bubble-schedule`; None to plan a schedule, as with
             `--zero-bubble`.
         cpu: whether to run on a machine without CUDA, like `--zero-bubble-cpu`.
-        settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
+        settings: values of other flags by name, such as `memory_limit="1.5"` for `--zero-bubble-memory-limit 1.5`.
 
     Raises:
         ValueError: zero bubble is enabled already, or a flag or megatron-core's version is not supported.
@@ -121,6 +113,6 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
 
 
 def disable() -> None:
-    """Undo `enable()`. Does nothing if zero bubble is not enabled."""
+    """Undo `enable()`; without an enabled schedule, `disable` does nothing."""
     if Launch.enabled is not None:
         Launch.enabled.close()

@@ -1,4 +1,4 @@
-"""Runs training loops on megatron-core other than Megatron-LM's; the loop's models give the settings of the job."""
+"""Runs training loops that use megatron-core without Megatron-LM's trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the steps of all models of a process; has the hooks of the class `Run` that work in any training loop.
+    """Runs the steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
 
     A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
@@ -64,12 +64,12 @@ class LoopRun:
         self._models: list[_Model] = []
 
     @property
-    def num_steps(self) -> int:
-        """Number of training steps that all models together have done."""
-        return sum(model.session.num_steps for model in self._models)
+    def sessions(self) -> list[Session]:
+        """The sessions of all models."""
+        return [model.session for model in self._models]
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around a model's constructor: check the model's configuration, and adapt it to the schedule.
+        """Check and adapt a model's configuration in a call of the model's constructor, and build the chunk.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -83,7 +83,7 @@ class LoopRun:
         model.built.append(call["self"])
 
     def _begin_model(self, call: Call) -> _Model:
-        """Make the `_Model` of a new model, whose first chunk `call` constructs."""
+        """Make the `_Model` for a model whose first chunk is constructed by `call`."""
         flags = flags_of_loop(call["config"], self._flags)
         if pattern := call.get("hybrid_layer_pattern"):
             num_layers = len(HybridPattern.parse(pattern).symbols)
@@ -104,7 +104,7 @@ class LoopRun:
         return _Model(session, flags, call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP: split the backward of the chunk's linear layers into B and W."""
+        """Split the backward of a chunk's linear layers into B and W in a call of DDP's constructor."""
         inner = unwrap_model(call["module"])
         model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
         if model is not None:
@@ -117,14 +117,14 @@ class LoopRun:
             model.chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Hook around `compute_full_param_layout`: shard the vocabulary before DDP's buffers are laid out."""
+        """Shard the vocabulary in a call of `compute_full_param_layout`, before DDP's buffers are laid out."""
         with users_mistakes():
             for model in self._models:
                 shard_before_layout(call, model.built, model.shard)
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs a model under its schedule."""
+        """Return a function that runs a model under its schedule, as the result of `get_forward_backward_func`."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -142,14 +142,9 @@ class LoopRun:
 
         return forward_backward
 
-    def close(self) -> None:
-        """Close the sessions of all models."""
-        for model in self._models:
-            model.session.close()
-
 
 def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
-    """Run one training step or evaluation of a model; the model's first call also starts its session.
+    """Run one training step or evaluation of a model; the first call for a model also starts the model's session.
 
     Raises:
         SessionError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
@@ -177,12 +172,13 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
 def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
     """Return the job's flags, from a model's configuration, the sizes of process groups and the launcher's flags."""
     num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
+    data_parallel_size = parallel_state.get_data_parallel_world_size()
     return flags_of(
         config,
         flags,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        data_parallel_size=data_parallel_size,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
@@ -191,7 +187,7 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
         # A provisional batch size, because only the first step gives the number of microbatches.
-        global_batch_size=parallel_state.get_data_parallel_world_size() * num_ranks,
+        global_batch_size=data_parallel_size * num_ranks,
         # If the user gives no group size, megatron-core sets the group size to the number of ranks.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,

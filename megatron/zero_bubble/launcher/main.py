@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron.zero_bubble.launcher.command_line import (
     PROGRAM,
-    CommandLine,
     check_script_arguments,
     complete_script_arguments,
     help_text,
@@ -28,7 +27,7 @@ _HOME = Path(__file__).resolve().parents[3]
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script as `__main__`. `prepare_path` must be called first."""
+    """Run the script as `__main__`; `prepare_path` must be called before `run_script`."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -69,15 +68,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(argv: Sequence[str]) -> None:
     command = parse_command_line(argv)
+    flags, script = command.flags, command.script
     if command.wants_help and os.environ.get("RANK", "0") == "0":
         print_line(help_text())
-    if command.script is not None:
-        _run(command)
-
-
-def _run(command: CommandLine) -> None:
-    flags, script = command.flags, command.script
-    assert script is not None
+    if script is None:
+        return
     prepare_path(script)
     if command.wants_help or not (flags.asks_for_schedule or flags.zero_bubble_cpu):
         run_script(script, command.script_arguments)

@@ -31,7 +31,7 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
 class Run:
-    """The training run of a script, made after the script has parsed its arguments, before process groups exist.
+    """Runs a script's training; a `Run` is made after the script has parsed its arguments, before process groups exist.
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
@@ -44,14 +44,14 @@ class Run:
         self._script = script
         if getattr(script, "skip_train", False):
             flags = replace(flags, zero_bubble_post_validation=False, hierarchical_sgd=None)
-        has_cuda = torch.cuda.is_available()
         with users_mistakes():
-            job = job_settings(flags_of(script, flags), os.environ, has_cuda, chooses_layout=True)
+            job = job_settings(flags_of(script, flags), os.environ, torch.cuda.is_available(), chooses_layout=True)
             refuse_script_settings(script, job.flags, job.placement.kind)
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
             check_implementation(job.flags)
             self.session = Session(job, PROGRAM)
+        self.sessions = [self.session]
         write_in_threads(keep_results=not getattr(script, "async_save", False))
         self._built: list[torch.nn.Module] = []
         """The model chunks of this rank that the script has built."""
@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks that build the stages of the layout; they do nothing until the layout is chosen.
+        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` changes nothing.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -81,7 +81,7 @@ class Run:
         return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
-        """Hook around `initialize_model_parallel`: make the schedules, then the process groups for their placement.
+        """Make the schedules in a call of `initialize_model_parallel`, and then the process groups for the schedules.
 
         Raises:
             SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
@@ -93,7 +93,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose the layout unless flags give one, then build the model."""
+        """Choose the layout, unless flags give a layout, in a call of `setup_model_and_optimizer`; build the model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -109,7 +109,7 @@ class Run:
             self.stages = self._placed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: check the model's configuration, and build the chunk of a stage.
+        """Check a model's configuration in a call of the model's constructor, and build the chunk of a stage.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -127,13 +127,13 @@ class Run:
         self.stages.finish(self._built)
 
     def select_layers(self, call: Call) -> Any:
-        """Hook around `select_pipeline_segment`: return a chunk's layers, and the number of layers before the chunk."""
+        """Return a chunk's layers, and the number of earlier layers, as the result of `select_pipeline_segment`."""
         if self.units.is_building:
-            return self.units.select_layers(call)
+            return list(call["main_pattern"]), 0
         return self.stages.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP: split the backward of the chunk's linear layers into B and W.
+        """Split the backward of a chunk's linear layers into B and W in a call of DDP's constructor.
 
         A script builds all its model chunks before it wraps the first chunk in DDP.
         """
@@ -149,7 +149,7 @@ class Run:
         self._chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Hook around `compute_full_param_layout`: shard the vocabulary before DDP's buffers are laid out."""
+        """Shard the vocabulary in a call of `compute_full_param_layout`, before DDP's buffers are laid out."""
         if not self.units.is_building:
             with users_mistakes():
                 shard_before_layout(call, self._built, self._shard)
@@ -160,11 +160,11 @@ class Run:
         self.session.shard(self._built, self._script.padded_vocab_size)
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs the schedule."""
+        """Return a function that runs the schedule, as the result of `get_forward_backward_func`."""
         return self.forward_backward
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """Run one step or evaluation; the replacement for megatron-core's forward-backward function.
+        """Run one training step or evaluation, in place of megatron-core's forward-backward function.
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the script's forward
@@ -182,17 +182,12 @@ class Run:
             self.session.after_iteration()
         return losses
 
-    @property
-    def num_steps(self) -> int:
-        """Number of training steps done."""
-        return self.session.num_steps
-
     def keep_optimizer(self, call: Call) -> Any:
         self._optimizer = call.proceed()
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: step unless the schedule has done so; then average replicas if due."""
+        """Let `optimizer.step()` take the step unless the schedule has taken the step; then average the replicas."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -201,7 +196,7 @@ class Run:
         return outcome
 
     def save(self, call: Call) -> Any:
-        """Hook around `save_checkpoint`: first validate the last optimizer step, and average the replicas' state."""
+        """Validate the last optimizer step and average the replicas' state before a call of `save_checkpoint`."""
         self.session.settle()
         self.replicas.average_before_saving()
         return call.proceed()
@@ -218,9 +213,9 @@ class Run:
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, call: Call) -> Any:
-        """Hook around `print_rank_last`: append the share of idle time to the log line; a collective call."""
+        """Append the share of idle time to the log line in a call of `print_rank_last`; a collective call."""
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
-        if match is not None and run is not None and self.num_steps > 0:
+        if match is not None and run is not None and self.session.num_steps > 0:
             prediction = run.prediction(self.session.num_microbatches)
             measured, predicted = run.measured_time().idle, None if prediction is None else prediction.idle
             write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
@@ -232,10 +227,6 @@ class Run:
         """Write a plan to the script's TensorBoard and Weights & Biases, which only one rank opens."""
         write_plan(report, self.session.iteration, *_writers())
 
-    def close(self) -> None:
-        """Close the session."""
-        self.session.close()
-
     @property
     def had_nothing_to_train(self) -> bool:
         """Whether no iteration is left to train, because of the script's own flags or a finished checkpoint."""
@@ -244,7 +235,7 @@ class Run:
 
 
 def _writers() -> tuple[Any, Any]:
-    """The script's writers for TensorBoard and Weights & Biases; each is None unless this rank has opened it."""
+    """Return the script's writers for TensorBoard and Weights & Biases; None in place of a writer that is not open."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()

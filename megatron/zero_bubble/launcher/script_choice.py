@@ -46,9 +46,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
-    """Hook around `validate_args`: refuse settings before Megatron-LM prints its arguments, and allow uneven stages.
+    """Refuse unsupported settings in a call of `validate_args`, and allow uneven stages.
 
-    Zero bubble allows uneven stages if it chooses the layout itself, or with `--allow-padding-num-layers`.
+    Uneven stages are allowed if zero bubble chooses the layout, or with `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
     layout. If Megatron-LM would refuse uneven stages that zero bubble allows, the hook changes two of the script's
@@ -77,7 +77,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout, if uneven stages are needed and allowed, and no argument gives the stages; else None."""
+    """Return the most even layout; None if the layers divide evenly, or if uneven stages are given or not allowed."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -138,7 +138,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
-    """Make the call `setup` build the stages of the layout of `job`; the process groups exist already."""
+    """Make the call `setup` of `setup_model_and_optimizer` build the stages of the layout of `job`."""
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))
@@ -156,7 +156,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
-    """The saved layout of the job whose checkpoint the script loads; None for a new job or changed numbers of ranks."""
+    """Return the layout in the checkpoint that the script loads; None for a new job or changed numbers of ranks."""
     load = getattr(script, "load", None)
     if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
         return None
@@ -174,7 +174,7 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
 
 
 def _reason_to_keep(script: Namespace) -> str | None:
-    """The reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
+    """Return the reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
     if getattr(script, "skip_train", False):
         return "the run only evaluates"
     if (name := _other_source(script)) is not None:
@@ -187,17 +187,15 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """The script argument with which megatron-core cannot build the model from a layout; None without one."""
+    """Return the given script argument with which megatron-core cannot build the model from a layout, or None."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 
 
 def _builds_chunks(setup: Call) -> bool:
-    """Whether the script can build several model chunks a rank; its model provider needs a parameter `vp_stage`."""
+    """Return whether the script's model provider has a parameter `vp_stage`, and so can build several chunks a rank."""
     provider = setup["model_provider_func"]
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True
     parameters = inspect.signature(provider).parameters.values()
-    return any(
-        parameter.name == "vp_stage" or parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
-    )
+    return any(each.name == "vp_stage" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

@@ -21,17 +21,15 @@ from megatron.zero_bubble.session.start_up import SessionError
 if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The script's arguments for a layer pattern; Megatron-LM copies `hybrid_override_pattern` to
 `hybrid_layer_pattern`."""
-_CHUNKS = (
+CHUNKS = (
     *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("pipeline_model_parallel_layout", _PATTERNS[0]),
+    *("pipeline_model_parallel_layout", PATTERNS[0]),
 )
 """Arguments that may ask for several model chunks a rank."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-
-
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
@@ -49,7 +47,7 @@ def take_over_overlap(script: Namespace) -> None:
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
-    """The flags of the job, made from a script's arguments and the launcher's flags.
+    """Return the flags of the job, made from a script's arguments and the launcher's flags.
 
     Args:
         script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Flags that `script`
@@ -106,7 +104,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
 
 
 def chunks_asked(flags: JobFlags) -> str | None:
-    """The flag, with its value, that asks for several model chunks a rank; None if no flag asks for several chunks."""
+    """Return the flag and value that ask for several model chunks a rank; None if no flag asks for several chunks."""
     entry, kind = ENTRIES.get(flags.zero_bubble_schedule or ""), flags.zero_bubble_placement
     if kind is not None and kind != "linear":
         return f"--zero-bubble-placement {kind}"
@@ -114,7 +112,7 @@ def chunks_asked(flags: JobFlags) -> str | None:
         return f"--zero-bubble-schedule {flags.zero_bubble_schedule}"
     if chunks_of_flags(flags) is None:
         return None
-    return next(f"{flag_name(name)} {value}" for name in _CHUNKS if (value := getattr(flags, name)))
+    return next(f"{flag_name(name)} {value}" for name in CHUNKS if (value := getattr(flags, name)))
 
 
 def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> None:
@@ -147,9 +145,9 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks
-    if not hasattr(script, _PATTERNS[0]) or not (num_chunks > 1 or flags.allow_padding_num_layers):
+    if not hasattr(script, PATTERNS[0]) or not (num_chunks > 1 or flags.allow_padding_num_layers):
         return
-    for name in _PATTERNS:
+    for name in PATTERNS:
         if not (text := getattr(script, name, None)) or (pattern := HybridPattern.parse(text)).is_divided:
             continue
         if any(getattr(script, end, None) is not None for end in _ENDS):

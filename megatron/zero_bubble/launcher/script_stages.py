@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
+from torch.utils._pytree import tree_map_only
 
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.multi_token import track, tracked_sums
@@ -19,7 +19,7 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 
 
 class ScriptStages:
-    """Hooks that put the stages of a script's model on the ranks of a placement.
+    """Puts the stages of a script's model on the ranks of a placement.
 
     A V placement has the first and the last stage on rank 0. The forward step of a script reads data if megatron-core
     says that the current stage is the first or the last stage. A script logs the losses on the last rank.
@@ -38,12 +38,12 @@ class ScriptStages:
         """The stage of a V-shaped placement whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """In a V-shaped placement, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
+        """In a V placement, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
         if self.is_v:
             call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def configure_new(self, call: Call) -> None:
-        """Hook around `TransformerConfig.__post_init__`: give the new configuration the layout."""
+        """Give a new configuration the layout in a call of `TransformerConfig.__post_init__`."""
         config = call["self"]
         if self._layout is not None and self._is_to_place(config):
             # The layout already includes the effect of these settings.
@@ -54,10 +54,7 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Hook around functions that read the layout of a configuration: first give the layout to this configuration.
-
-        A configuration that was made before the layout was chosen does not have the layout yet.
-        """
+        """Give the layout to a configuration made before the layout was chosen, in a call that reads the layout."""
         self.configure(call["config"])
         return call.proceed()
 
@@ -92,7 +89,7 @@ class ScriptStages:
             copy_tied_embedding(built[-num_chunks:])
 
     def select(self, call: Call) -> Any:
-        """Hook around `select_pipeline_segment`: return a chunk's layer symbols and the number of earlier layers."""
+        """Return a chunk's layer symbols, and the number of earlier layers, as `select_pipeline_segment` does."""
         if self._pattern is None:
             return call.proceed()
         stage = self._stage_of(call["vp_stage"] or 0)
@@ -105,9 +102,8 @@ class ScriptStages:
         """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
 
         In a V, the current stage is the stage whose forward step runs. If no forward step runs, the current stage is
-        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. A
-        call outside of a forward step that names no chunk, or that ignores virtual stages, is also left to
-        megatron-core.
+        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call.
+        megatron-core also answers a call that names no chunk, or ignores virtual stages, while no forward step runs.
         """
         wanted %= self._placement.num_stages
         if self._running is not None:
@@ -117,21 +113,16 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step, so that in a V it can ask whether its own stage is first or last."""
+        """Wrap the script's forward step, so that `is_stage` knows the stage whose forward step runs in a V."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
-            with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):
+            self._running = self._stage_of(get_attr_wrapped_model(model, "vp_stage"))
+            try:
                 return forward_step(data_iterator, model, *more, **options)
+            finally:
+                self._running = None
 
         return placed_forward_step if self.is_v else forward_step
-
-    @contextmanager
-    def _at(self, stage: int) -> Iterator[None]:
-        self._running = stage
-        try:
-            yield
-        finally:
-            self._running = None
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
         """In a V, copy the loss function's results to the last rank, which logs the losses; a collective call.
@@ -158,11 +149,5 @@ class ScriptStages:
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """A copy of nested lists, tuples and dictionaries with their tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(entry, device) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
+    """Return a copy of nested lists, tuples and dictionaries with all tensors on `device`."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

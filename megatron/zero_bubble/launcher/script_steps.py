@@ -81,13 +81,13 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: do nothing while a step awaits validation, which will zero the gradients."""
+        """Let a call zero the gradients, unless a step awaits validation, which will zero the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Hook around a reduction of a value that is equal on all ranks: return the value without a reduction."""
+        """Return a value that is equal on all ranks, in place of a call that would reduce the value over ranks."""
         if self._post_validation is None:
             return call.proceed()
         # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
@@ -101,35 +101,35 @@ def needed_for_post_validation() -> Iterator[Needed]:
     random = "saves and restores the random state, for forwards that run again"
     prepare, clip = "puts the gradients where the optimizer expects them", "clips the gradients by their norm"
     step = "takes a step without norm and clipping"
-    for path, parameters, reason, *versions in (
-        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
-        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
-        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", (), group),
-        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
-        ("optimizer.optimizer:MegatronOptimizer.prepare_grads", (), prepare),
-        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads", (), step),
-        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm"), clip),
-        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
-        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params", (), again),
-        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync", ("force_sync",), again),
-        ("tensor_parallel.random:_get_all_rng_states", (), random),
-        ("tensor_parallel.random:_set_all_rng_states", (), random),
+    for signature, reason, *versions in (
+        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm()", gradients, *_UNTIL_0_18),
+        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm()", gradients, *_SINCE_0_19),
+        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group()", group),
+        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared()", group),
+        ("optimizer.optimizer:MegatronOptimizer.prepare_grads()", prepare),
+        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads()", step),
+        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)", clip),
+        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params()", again),
+        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params()", again),
+        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync(force_sync)", again),
+        ("tensor_parallel.random:_get_all_rng_states()", random),
+        ("tensor_parallel.random:_set_all_rng_states()", random),
     ):
-        yield Needed(f"megatron.core.{path}", parameters, reason, versions=tuple(versions))
+        yield Needed(f"megatron.core.{signature}", reason, versions=tuple(versions))
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
-    """The hooks that only `--zero-bubble-post-validation` needs."""
+    """Yield the hooks that only `--zero-bubble-post-validation` needs."""
     deferred = "zeroes gradients only after the step that used them is validated"
     for path in (
         "optimizer.optimizer:ChainedOptimizer.zero_grad",
         "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
     ):
-        yield Hook(f"megatron.core.{path}", ("self",), deferred, lambda call: run().unless_pending(call))
+        yield Hook(f"megatron.core.{path}(self)", deferred, lambda call: run().unless_pending(call))
     own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
-    reductions = "megatron.training.utils:{}_across_model_parallel_group"
-    yield Hook(reductions.format("logical_and"), ("input",), own, lambda call: run().agreed(call["input"], call))
-    yield Hook(reductions.format("reduce_max_stat"), ("stat",), own, lambda call: run().agreed(call["stat"], call))
+    reductions = "megatron.training.utils:{}_across_model_parallel_group({})"
+    yield Hook(reductions.format("logical_and", "input"), own, lambda call: run().agreed(call["input"], call))
+    yield Hook(reductions.format("reduce_max_stat", "stat"), own, lambda call: run().agreed(call["stat"], call))
 
 
 class ScriptReplicas:
@@ -139,9 +139,7 @@ class ScriptReplicas:
         self._script = script
         self._session = session
         self._averages = session.job.hierarchy is not None
-        if not self._averages:
-            return
-        if getattr(script, "rerun_mode", "disabled") != "disabled":
+        if self._averages and getattr(script, "rerun_mode", "disabled") != "disabled":
             print_rank_0(
                 f" > {HIERARCHICAL_SGD}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every "
                 "iteration; --rerun-mode disabled avoids that"
@@ -170,7 +168,7 @@ class ScriptReplicas:
         self._session.replicas.after_step(iteration)
 
     def average_first(self, call: Call) -> Any:
-        """Hook around an evaluation: first give all replicas the same parameters."""
+        """Give all replicas the same parameters before a call that evaluates the model."""
         if self._session.has_started:
             self._session.average_all(call["iteration"])
         return call.proceed()
@@ -181,7 +179,7 @@ class ScriptReplicas:
             self._session.average_all(self._script.curr_iteration + 1, with_states=True)
 
     def average_logged_losses(self, call: Call) -> Any:
-        """Hook around Megatron-LM's log line: if a line is printed, first average the sums of losses over replicas."""
+        """Average the sums of losses over replicas before a call that prints Megatron-LM's log line."""
         is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
         if self.is_local and is_printed and call["loss_dict"]:
             sums, names = call["total_loss_dict"], list(call["loss_dict"])
@@ -209,16 +207,14 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
 
 
 def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
-    """The hooks that only `--hierarchical-sgd` needs."""
+    """Yield the hooks that only `--hierarchical-sgd` needs."""
     yield Hook(
-        "megatron.training.training:training_log",
-        ("loss_dict", "total_loss_dict", "iteration"),
+        "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
         "averages the losses over replicas before a log line is printed, and not in every iteration",
         lambda call: replicas().average_logged_losses(call),
     )
     yield Hook(
-        "megatron.training.training:evaluate_and_print_results",
-        ("iteration",),
+        "megatron.training.training:evaluate_and_print_results(iteration)",
         "averages the parameters of all replicas before an evaluation",
         lambda call: replicas().average_first(call),
     )

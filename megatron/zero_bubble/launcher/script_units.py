@@ -25,7 +25,7 @@ from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
+from megatron.zero_bubble.mcore.model_units import Unit, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
@@ -51,27 +51,12 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 """Arguments on which the memory of model states depends, each with its value for scripts without this argument."""
 
 
-class _BuildsModel(BaseException):
-    """Raised in the model's constructor, to leave the script's code with the arguments of the constructor.
-
-    `_BuildsModel` and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
-    """
-
-    def __init__(self, arguments: Call) -> None:
-        super().__init__()
-        self.arguments = arguments
-
-
-class _HasBuilt(BaseException):
-    """Raised in DDP's constructor, to leave the script's code with the unit that DDP has wrapped."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
+class _LeavesScript(BaseException):
+    """An exception that ends the script's code and carries a value; `except Exception` does not catch the exception."""
 
 
 class ScriptUnits:
-    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, each of which an exception ends.
+    """Builds the units of a script's model; an exception ends the script's code after each unit.
 
     Args:
         script: the script's arguments.
@@ -92,33 +77,10 @@ class ScriptUnits:
         Raises:
             SessionError: the costs of this model cannot be measured.
         """
-        return session.unit_costs(*self._models(setup))
-
-    @contextlib.contextmanager
-    def _as_one_rank(self, setup: Call) -> Iterator[None]:
-        """Make the script's arguments, and a configuration already made from them, describe a pipeline of one rank."""
-        for name in ("fp8", "fp4"):
-            if value := getattr(self._script, name, None):
-                raise SessionError(
-                    f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
-                    "Transformer Engine's scaling remembers every forward"
-                )
-        settings = {**_ONE_RANK, **keeping_everything(self._script)}
-        # From Megatron-LM 0.19 on, scripts make the model's configuration before the process groups.
-        container = setup.get("cfg_container")
-        config = getattr(getattr(container, "model", None), "transformer", None)
-        changed = [(owner, change_settings(owner, settings)) for owner in (self._script, config) if owner is not None]
-        self.is_building = True
-        try:
-            yield
-        finally:
-            self.is_building = False
-            for owner, before in changed:
-                vars(owner).update(before)
-
-    def _models(self, setup: Call) -> tuple[UnitModels, list[int]]:
-        """Return the `UnitModels` of the script's model, and the kind of every layer as a number."""
-        arguments = self._arguments(setup)
+        arguments = self._begin(setup)
+        if not isinstance(arguments, Call):
+            known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
+            raise SessionError(f"costs can be measured only for megatron-core's {known}, but the script builds another")
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
         settings = Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)})
@@ -134,42 +96,53 @@ class ScriptUnits:
         if not layers and isinstance(arguments["self"], HYBRID):
             raise SessionError("the model has no layers without --hybrid-layer-pattern")
         distinct = _distinct(layers)
-        return models, [distinct.index(layer) for layer in layers] or [0] * script.num_layers
-
-    def _arguments(self, setup: Call) -> Call:
-        """Return the arguments with which the script constructs a model of all layers."""
-        try:
-            self._begin(setup)
-        except _BuildsModel as begun:
-            return begun.arguments
-        known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        raise SessionError(f"costs can be measured only for megatron-core's {known}, but the script builds another")
+        kinds = [distinct.index(layer) for layer in layers] or [0] * script.num_layers
+        return session.unit_costs(models, kinds)
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
         try:
-            self._begin(setup)
-        except _HasBuilt as built:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
-            return built.model
+            model = self._begin(setup)
         finally:
             self._unit = None
-        raise SessionError("costs can be measured only for a model in DDP, but the script builds a model without DDP")
+        if not isinstance(model, torch.nn.Module):
+            raise SessionError(
+                "costs can be measured only for a model in DDP, but the script builds a model without DDP"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
+        return model
 
-    def _begin(self, setup: Call) -> None:
-        """Let the script begin to build its model for one rank, and drop the misleading output of the script."""
-        with self._as_one_rank(setup), contextlib.redirect_stdout(io.StringIO()):
-            setup.proceed()
+    def _begin(self, setup: Call) -> Any:
+        """Let the script begin to build its model for one pipeline rank; return the value of `_LeavesScript`."""
+        for name in ("fp8", "fp4"):
+            if value := getattr(self._script, name, None):
+                raise SessionError(
+                    f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
+                    "Transformer Engine's scaling remembers every forward"
+                )
+        settings = {**_ONE_RANK, **keeping_everything(self._script)}
+        # From Megatron-LM 0.19 on, scripts make the model's configuration before the process groups.
+        container = setup.get("cfg_container")
+        config = getattr(getattr(container, "model", None), "transformer", None)
+        changed = [(owner, change_settings(owner, settings)) for owner in (self._script, config) if owner is not None]
+        self.is_building = True
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # the output would describe a pipeline of one rank
+                setup.proceed()
+            return None
+        except _LeavesScript as leaving:
+            return leaving.args[0]
+        finally:
+            self.is_building = False
+            for owner, before in changed:
+                vars(owner).update(before)
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around a model's constructor: while costs are measured, build only one unit, such as a single layer.
-
-        If no unit is requested (`_unit` is None), raise `_BuildsModel`.
-        """
+        """Build the requested unit in a call of a model's constructor; without a request, end the script's code."""
         unit = self._unit
         if unit is None:
-            raise _BuildsModel(call)
+            raise _LeavesScript(call)
         # Copied, because the script may build its own model with the same configuration.
         config = copy.copy(call["config"])
         config.num_layers = 1
@@ -191,25 +164,15 @@ class ScriptUnits:
         call.proceed()
         keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
 
-    def select_layers(self, call: Call) -> tuple[list[str], int]:
-        """Hook around `select_pipeline_segment`: return all layers of a pattern, as in a pipeline of one rank.
-
-        The hook is called only while costs are measured.
-        """
-        return list(call["main_pattern"]), 0
-
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP, called while a unit is built: wrap the unit, and raise `_HasBuilt`.
-
-        Before the unit is wrapped, the backward of the unit's linear layers is split into B and W.
-        """
+        """Split the backward of a unit into B and W, wrap the unit in DDP, and end the script's code."""
         split_weight_gradients([call["module"]], self._store)
         # During the measurement, replicas neither gather parameters nor reduce gradients.
         defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
         # Copied, because a measurement sets the configuration's functions, and the script's own model may share it.
         call["config"] = copy.copy(call["config"])
         call.proceed()
-        raise _HasBuilt(call["self"])
+        raise _LeavesScript(call["self"])
 
 
 def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -232,12 +195,8 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return the first layer of each kind, in model order."""
-    distinct: list[Any] = []
-    for layer in layers:
-        if layer not in distinct:
-            distinct.append(layer)
-    return distinct
+    """Return the first layer of each kind, in model order; specs of layers are not hashable."""
+    return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

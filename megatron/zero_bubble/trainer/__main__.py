@@ -17,7 +17,11 @@ PROGRAM = "pretrain_gpt.py"
 
 
 def train() -> None:
-    """Parse the command line, check the flags and train. Raises `ValueError` for a user's mistake."""
+    """Parse the command line, check the flags and train.
+
+    Raises:
+        ValueError: the user has made a mistake, for example in a flag or in the data.
+    """
     quiet_start_up()
     substitute_cuda()
     # Imported after `substitute_cuda`: these modules import megatron-core, which looks for a device and compiles.
@@ -32,7 +36,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """Run the trainer; a user's mistake is printed as one line, and every rank exits with status 2."""
+    """Run the trainer; after a user's mistake, print one line and return status 2 on every rank."""
     return run_program(PROGRAM, train)
 
 

@@ -1,12 +1,12 @@
-"""The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
+"""Defines the flags of `pretrain_gpt.py`; a flag that Megatron-LM also has keeps Megatron-LM's name.
 
-`core_flags.py` makes a flag from each field of megatron-core's configurations. This file lists further flags of the
-trainer, except flags that the launcher also has; `session/flags.py` lists the flags of both programs.
+`core_flags.py` makes a flag from each field of megatron-core's configurations. `session/flags.py` lists the flags that
+the trainer and the launcher share. This file lists all further flags of the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ class ModelFlags:
         None,
     )
     hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
-    max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
+    max_position_embeddings: int = flag("largest position that is embedded (default: --seq-length)", None)
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
     use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
     rope_scaling_factor: float = flag("factor of --use-rope-scaling", 8.0)
@@ -59,11 +59,11 @@ class TrainingFlags:
     """Training."""
 
     micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank")
-    global_batch_size: int | None = flag("sequences in an iteration (default: one microbatch on each replica)", None)
+    global_batch_size: int = flag("sequences in an iteration (default: one microbatch on each replica)", None)
     rampup_batch_size: list[int] | None = flag(
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3
     )
-    train_iters: int | None = flag("number of iterations", None)
+    train_iters: int = flag("number of iterations", None)
     lr_decay_style: str = flag(
         "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
@@ -206,7 +206,11 @@ class Arguments(
     AliasFlags,
     _CoreFlags,
 ):
-    """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
+    """All flags of the trainer, the rank of this process, the number of processes and the size of the vocabulary.
+
+    Before `complete_and_check`, `train_iters`, `global_batch_size` and `max_position_embeddings` may be None, although
+    the type of these flags is `int`.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -216,26 +220,20 @@ class Arguments(
     zero_bubble_layout_limits: tuple[float, ...] | None = None
     """The memory limit of each rank in bytes, under which the layout was chosen."""
 
-    def changed(self, values: Mapping[str, Any]) -> Arguments:
-        """Return a copy of the flags with the values in `values`: name of a flag -> its new value."""
-        return replace(self, **values)
-
     @property
     def checks_finite(self) -> bool:
         """Whether training ends at a loss, gradient or weight that is not finite; False with an adaptive loss scale."""
         return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
 
     @property
-    def fp8(self) -> str | None:
+    def fp8(self) -> Any:
         """The value of `--fp8-format`, under Megatron-LM's name for the attribute."""
-        value: str | None = self.fp8_format
-        return value
+        return self.fp8_format
 
     @property
-    def fp4(self) -> str | None:
+    def fp4(self) -> Any:
         """The value of `--fp4-format`, under Megatron-LM's name for the attribute."""
-        value: str | None = self.fp4_format
-        return value
+        return self.fp4_format
 
     @property
     def pattern(self) -> HybridPattern | None:
@@ -266,17 +264,14 @@ def parse_arguments(
             "Megatron-LM (docs/megatron_lm.md)"
         )
     patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
-    given = [name for name, value in vars(patterns).items() if value is not None]
+    given = {name: text for name, text in vars(patterns).items() if text is not None}
     if len(given) > 1:
-        raise ValueError(
-            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are names of one flag: give the first"
-        )
-    if given:
-        pattern = HybridPattern.parse(getattr(patterns, given[0]))
-        said = {argument.split("=")[0] for argument in argv}
+        raise ValueError(f"{' and '.join(map(flag_name, given))} are names of one flag: give the first")
+    for text in given.values():
+        pattern, said = HybridPattern.parse(text), {argument.split("=")[0] for argument in argv}
         numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
-        for name, number in numbers.items():
-            argv = [*argv, *([] if number is None or name in said else [name, str(number)])]
+        added = {name: number for name, number in numbers.items() if number is not None and name not in said}
+        argv = [*argv, *(f"{name}={number}" for name, number in added.items())]
     try:
         args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
     except ValueError as error:
@@ -286,12 +281,12 @@ def parse_arguments(
             f"{error}; {prog} --help lists all flags; other flags of Megatron-LM need your own Megatron-LM "
             "(docs/megatron_lm.md)"
         ) from error
-    return replace(args, hybrid_layer_pattern=getattr(patterns, given[0])) if given else args
+    return replace(args, hybrid_layer_pattern=next(iter(given.values()), None))
 
 
 @dataclass(frozen=True)
 class _PatternFlags:
-    """The layer pattern of a hybrid model, under the new and the old name of the flag."""
+    """The two flags that can give a hybrid model's layer pattern."""
 
     hybrid_layer_pattern: str | None = flag("the layers", None)
     hybrid_override_pattern: str | None = flag("the layers", None)

@@ -1,10 +1,11 @@
-"""Saves and loads checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a tracker file."""
+"""Saves and loads checkpoints with Megatron-LM's folder names and tracker file, in torch_dist format."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,14 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
 
 _OF_ONE_RANK = ("rank", "local_rank")
 """Flags that are not saved in checkpoints, because their values differ between ranks."""
+_SHARDING: Mapping[str, Any] = {
+    # Only fully reshardable checkpoints can be loaded with a different data-parallel size.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Settings with which megatron-core shards the state in new checkpoints."""
 
 
 @dataclass
@@ -58,7 +67,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The part of a checkpoint that changes during training, as held by this rank."""
+    """The training state of this rank that a checkpoint contains."""
 
     progress: Progress
     model: list[Any]
@@ -102,9 +111,8 @@ class Checkpointer:
 
     def _write(self, folder: Path) -> None:
         """Write the state of all ranks to `folder`, and check that every file is complete."""
-        metadata = self._new_metadata()
         allocate_states(self._optimizer)
-        state = self._sharded_state(metadata, is_loading=False)
+        state = self._sharded_state(_SHARDING, is_loading=False)
         flags = {**asdict(self._args), **asdict(self._progress)}  # under Megatron-LM's names
         state.update(
             args=argparse.Namespace(**{name: value for name, value in flags.items() if name not in _OF_ONE_RANK}),
@@ -113,7 +121,7 @@ class Checkpointer:
             opt_param_scheduler=self._scheduler.state_dict(),
             num_floating_point_operations_so_far=0,
         )
-        save(state, folder, {key: value for key, value in metadata.items() if key != "dp_cp_group"})
+        save(state, folder, dict(_SHARDING))
         on_rank(0, lambda: check_complete(folder, read_metadata(folder)))
 
     def load(self) -> None:
@@ -138,10 +146,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model, and by default the optimizer and random state; return the state common to all ranks.
-
-        `_load` loads the random state only if the job's ranks correspond to the ranks of the saved job.
-        """
+        """Load the model, and by default the optimizer and random state; return the state common to all ranks."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))
@@ -152,41 +157,38 @@ class Checkpointer:
         with_optimizer = not (args.finetune or args.no_load_optim)
         if with_optimizer:
             check_optimizer(args, common["args"])
-        metadata = {**self._new_metadata(), **common.get("content_metadata", {})}
+        sharding = {**_SHARDING, **common.get("content_metadata", {})}
         with_rng = not (args.finetune or args.no_load_rng)
         if with_rng and not has_same_ranks(args, common["args"]):
             with_rng = False
             print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
         with loadable(self._optimizer):
-            request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
+            request = self._sharded_state(sharding, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
             state = load(request, folder, description)
-            self._restore(state, common["args"], with_optimizer=with_optimizer, with_rng=with_rng)
+            for key, chunk in self._chunks.items():
+                chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
+            if with_optimizer:
+                self._optimizer.load_state_dict(state["optimizer"])
+            else:
+                self._optimizer.reload_model_params()
+            if not args.finetune:
+                self._restore_scheduler(state["opt_param_scheduler"], common["args"])
+            if with_rng:
+                for name, (_, set_state) in _generators().items():
+                    set_state(state["rng_state"][0][name])
         return common
 
     def _sharded_state(
-        self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
+        self, sharding: Mapping[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
     ) -> dict[str, Any]:
         """Return the sharded state dictionary of this rank in the form that megatron-core saves and loads."""
+        metadata = {**sharding, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         state: dict[str, Any] = {key: sharded_state(chunk, metadata) for key, chunk in self._chunks.items()}
         if with_optimizer:
             state["optimizer"] = sharded_optimizer_state(self._optimizer, state, metadata, is_loading=is_loading)
         if with_rng:
             state["rng_state"] = _rng_state()
         return state
-
-    def _restore(
-        self, state: dict[str, Any], saved: argparse.Namespace, *, with_optimizer: bool, with_rng: bool
-    ) -> None:
-        for key, chunk in self._chunks.items():
-            chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
-        if with_optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            self._optimizer.reload_model_params()
-        if not self._args.finetune:
-            self._restore_scheduler(state["opt_param_scheduler"], saved)
-        if with_rng:
-            _set_rng_state(state["rng_state"][0])
 
     def _restore_scheduler(self, state: dict[str, Any], saved: argparse.Namespace) -> None:
         scheduler = self._scheduler
@@ -201,31 +203,27 @@ class Checkpointer:
                 group["min_lr"] = scheduler.min_lr if min_lr is None else min_lr
         scheduler.step(0)
 
-    def _new_metadata(self) -> dict[str, Any]:
-        return {
-            # Only fully reshardable checkpoints can be loaded with a different data-parallel size.
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
     """Return the scheduler's state, with the separate learning rates of the embedding and the output layer."""
     return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return a dictionary: Megatron-LM's name of a random state -> functions that get and set the state."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    return {
+        "random_rng_state": (random.getstate, random.setstate),
+        "np_rng_state": (np.random.get_state, np.random.set_state),
+        "torch_rng_state": (torch.get_rng_state, torch.set_rng_state),
+        "cuda_rng_state": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+        "rng_tracker_states": (tracker.get_states, tracker.set_states),
+    }
+
+
 def _rng_state() -> ShardedObject:
     """Return the state of all random generators of this rank, as a sharded object."""
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
+    state = {name: get() for name, (get, _) in _generators().items()}
     place = [
         (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
         (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
@@ -237,11 +235,3 @@ def _rng_state() -> ShardedObject:
         replica = 0
     ranks, sizes = zip(*place, strict=True)
     return ShardedObject("rng_state", [state], sizes, ranks, replica_id=replica)
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

@@ -1,9 +1,9 @@
 """Names and checks the files of a checkpoint, and updates the tracker file, which names the latest checkpoint.
 
 The trainer writes a checkpoint to `iter_0000100.incomplete/`. When every file is on the disk, the trainer renames the
-folder to its final name, and then replaces the tracker file `latest_checkpointed_iteration.txt`. Both changes are
-atomic. A kill, a crash or a full disk can leave an incomplete checkpoint, which has neither its final name nor an entry
-in the tracker file. The trainer never loads an incomplete checkpoint.
+folder to its final name, and then replaces the tracker file `latest_checkpointed_iteration.txt`. Renaming the folder
+and replacing the file are atomic. A kill, a crash or a full disk can leave an incomplete checkpoint, which has neither
+its final name nor an entry in the tracker file. The trainer never loads an incomplete checkpoint.
 """
 
 from __future__ import annotations

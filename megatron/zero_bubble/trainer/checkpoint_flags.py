@@ -59,11 +59,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
         different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
     for name, (ours, theirs) in different.items():
         raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
-    _check_vocabulary(args, getattr(saved, "padded_vocab_size", args.padded_vocab_size))
-
-
-def _check_vocabulary(args: Arguments, saved_rows: int) -> None:
-    """Raise `ValueError` unless the padded vocabulary has `saved_rows` rows, as the checkpoint has."""
+    saved_rows = getattr(saved, "padded_vocab_size", args.padded_vocab_size)
     if args.padded_vocab_size == saved_rows:
         return
     tensor, multiple = args.tensor_model_parallel_size, args.make_vocab_size_divisible_by

@@ -10,24 +10,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.zero_bubble.session.environment import (
-    check_device_found,
-    check_devices,
-    check_num_ranks,
-)
-from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.environment import check_device_found, check_devices, check_num_ranks
+from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.defaults import (
-    check_learning_rate,
-    completed,
-    require_multiple,
-)
+from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
@@ -40,8 +33,7 @@ def complete_and_check(
     """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
 
     Args:
-        for_this_machine: whether the job runs on this machine. If so, `complete_and_check` also checks the packages,
-            devices and folders of the machine.
+        for_this_machine: whether the job runs on this machine, whose packages, devices and folders are then checked.
 
     Raises:
         ValueError: a flag cannot work; the message names the first such flag.
@@ -53,12 +45,12 @@ def complete_and_check(
     _check_model(args)
     check_pattern(args)
     _check_fp8(args, has_cuda)
+    _check_needs(args)
     flags = JobFlags.of(args)
     if for_this_machine:
         check_implementation(flags)
         check_device_found(parsed, environment, Path("/dev"))
-    source = "torchrun --nproc-per-node" if for_this_machine else "--world-size"
-    check_num_ranks(args, args.world_size, source)
+    check_num_ranks(args, args.world_size, "torchrun --nproc-per-node" if for_this_machine else "--world-size")
     _check_parallel(args, has_cuda)
     _check_experts(args, has_cuda)
     _check_replicas(args)
@@ -126,9 +118,33 @@ def _check_ranges(args: Arguments) -> None:
         raise ValueError(f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
 
 
+_NEEDS: Mapping[tuple[str, str, Any], str] = {
+    ("reset_attention_mask", "transformer_impl", "local"): (
+        "attention of {transformer_impl} ignores the mask, and is always causal"
+    ),
+    ("no_position_embedding", "position_embedding_type", "rope"): "a model without any positions is not supported",
+    ("fp8_format", "transformer_impl", "transformer_engine"): "megatron-core's local layers have no fp8",
+    ("fp8_param_gather", "use_distributed_optimizer", True): "",
+    ("num_distributed_optimizer_instances", "use_distributed_optimizer", True): (
+        "each instance shards the optimizer's state"
+    ),
+    ("use_distributed_optimizer", "optimizer", "adam"): "megatron-core does not shard {optimizer}",
+    ("grad_reduce_in_bf16", "bf16", True): "gradients of other models are reduced in the model's own precision",
+    ("torch_fsdp2_no_reshard_after_forward", "use_torch_fsdp2", True): "",
+    ("zero_bubble_reduce_every_microbatch", "use_torch_fsdp2", True): "",
+}
+"""(flag, other flag, value that the other flag must have if the first flag is given) -> reason."""
+
+
+def _check_needs(args: Arguments) -> None:
+    for (name, needed, value), reason in _NEEDS.items():
+        given = getattr(args, name)
+        if given != Arguments.__dataclass_fields__[name].default and getattr(args, needed) != value:
+            because = f": {reason.format(**vars(args))}" if reason else ""
+            raise ValueError(f"{flags_text({name: given})} needs {flags_text({needed: value})}{because}")
+
+
 def _check_model(args: Arguments) -> None:
-    assert args.max_position_embeddings is not None
-    assert args.kv_channels is not None
     require_multiple(args, "num_attention_heads", "num_query_groups")
     if args.max_position_embeddings < args.seq_length:
         raise ValueError(
@@ -145,19 +161,9 @@ def _check_model(args: Arguments) -> None:
             f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: the "
             "first and the last stage learn separate positions, but a checkpoint holds only one of both"
         )
-    if args.reset_attention_mask and args.transformer_impl != "local":
-        raise ValueError(
-            f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} ignores "
-            "the mask, and is always causal"
-        )
     if args.attention_backend == "local" and args.transformer_impl != "local":
         raise ValueError(
             f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}"
-        )
-    if args.no_position_embedding and not uses_rope:
-        raise ValueError(
-            "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not "
-            "supported"
         )
 
 
@@ -167,13 +173,11 @@ def _check_fp8(args: Arguments, has_cuda: bool) -> None:
             if getattr(args, name) != Arguments.__dataclass_fields__[name].default:
                 raise ValueError(f"{flag_name(name)} needs --fp8-format")
         return
-    fp8 = f"--fp8-format {args.fp8_format}"
     if not has_cuda:
-        raise ValueError(f"{fp8} needs a GPU with fp8 arithmetic, and torch finds none on this machine: use --bf16")
-    if args.transformer_impl != "transformer_engine":
-        raise ValueError(f"{fp8} needs --transformer-impl transformer_engine: megatron-core's local layers have no fp8")
-    if args.fp8_param_gather and not args.use_distributed_optimizer:
-        raise ValueError("--fp8-param-gather needs --use-distributed-optimizer")
+        raise ValueError(
+            f"--fp8-format {args.fp8_format} needs a GPU with fp8 arithmetic, and torch finds none on this machine: "
+            "use --bf16"
+        )
 
 
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
@@ -228,28 +232,18 @@ def _check_replicas(args: Arguments) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    expert_ranks = args.expert_model_parallel_size * (
-        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    )
-    sharing = args.world_size // (args.pipeline_model_parallel_size * expert_ranks)
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    sharing = args.world_size // (args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor)
     given = f"--num-distributed-optimizer-instances {instances}"
-    if instances > 1 and not args.use_distributed_optimizer:
-        raise ValueError(f"{given} needs --use-distributed-optimizer: each instance shards the optimizer's state")
     if sharing % instances or replicas % instances:
         of_experts = f" and the {sharing} ranks with the same experts" if sharing != replicas else ""
         raise ValueError(f"{given} must divide the {replicas} data- and context-parallel ranks{of_experts}")
-    if args.use_distributed_optimizer and args.optimizer != "adam":
-        raise ValueError(
-            f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}"
-        )
 
 
 def _check_batches(args: Arguments) -> None:
-    step, whole = args.micro_batch_size * args.data_parallel_size, args.global_batch_size
-    assert whole is not None
-    explanation = (
-        f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas = {step}"
-    )
+    sequences, replicas, whole = args.micro_batch_size, args.data_parallel_size, args.global_batch_size
+    step = sequences * replicas
+    explanation = f"--micro-batch-size {sequences} x {replicas} data-parallel replicas = {step}"
     if whole % step:
         raise ValueError(f"--global-batch-size {whole} is not a multiple of {explanation}")
     if args.rampup_batch_size is None:
@@ -267,20 +261,9 @@ def _check_batches(args: Arguments) -> None:
 def _check_training(args: Arguments) -> None:
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16: give one of them")
-    if args.grad_reduce_in_bf16 and not args.bf16:
-        raise ValueError(
-            "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision"
-        )
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
         raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them")
     check_learning_rate(args)
-
-
-_NOT_OF_ONE_LENGTH = {
-    "reset_attention_mask": "each sample is one document",
-    "reset_position_ids": "each sample is one document",
-}
-"""Flag -> reason why the flag is refused with `--variable-seq-lengths`."""
 
 
 def _check_data(args: Arguments) -> None:
@@ -290,9 +273,11 @@ def _check_data(args: Arguments) -> None:
             "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or "
             "--mock-data"
         )
-    for name, problem in _NOT_OF_ONE_LENGTH.items():
+    for name in ("reset_attention_mask", "reset_position_ids"):
         if args.variable_seq_lengths and getattr(args, name):
-            raise ValueError(f"{flag_name(name)} does not work with --variable-seq-lengths: {problem}")
+            raise ValueError(
+                f"{flag_name(name)} does not work with --variable-seq-lengths: each sample is one document"
+            )
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
     if args.no_create_attention_mask_in_dataloader and args.reset_attention_mask:

@@ -1,9 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
-Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. Without a name in the metadata or in `_NAMES`, a field that is a switch and on by default has the flag
-`--no-NAME`, and any other field has the flag `--NAME`. Fields that no command line can give, such as functions, and the
-fields in `_WITHOUT_FLAG`, are not flags.
+The name of a field's flag is in the field's metadata or in `_NAMES`. If neither the metadata nor `_NAMES` gives a name,
+the flag is `--NAME`, or `--no-NAME` for a boolean field whose default is True. Fields in `_WITHOUT_FLAG`, and fields
+that no command line can give, such as functions, have no flag.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields, make_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType, UnionType
+from operator import not_
+from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -39,7 +39,7 @@ _TITLES = {
     OptimizerConfig: "Optimizer, of megatron-core's OptimizerConfig.",
     DistributedDataParallelConfig: "Data parallelism, of megatron-core's DistributedDataParallelConfig.",
 }
-_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8})
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Name of a data type in Megatron-LM's flags -> the data type."""
 _NAMES = {
     "num_moe_experts": "--num-experts",
@@ -51,30 +51,26 @@ _NAMES = {
 }
 """Configuration field whose metadata contains no flag name -> the flag's name in Megatron-LM."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "lr")
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "min_lr": 0.0,
-        "attention_backend": "auto",
-        "transformer_impl": "local",
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "rotary_scaling_factor": 1.0,
-        "rope_type": None,
-        "optimizer_offload_fraction": 1.0,
-    }
-)
+_DEFAULTS: Mapping[str, Any] = {
+    "min_lr": 0.0,
+    "attention_backend": "auto",
+    "transformer_impl": "local",
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+    "rope_type": None,
+    "optimizer_offload_fraction": 1.0,
+}
 """Field -> default of its flag, if the default differs from the field's own default. Each default in `_DEFAULTS` is
 Megatron-LM's default, or a default for megatron-core's layers without Transformer Engine."""
-_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "normalization": ("LayerNorm", "RMSNorm"),
-        "transformer_impl": ("local", "transformer_engine"),
-        "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
-        "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
-        "optimizer": ("adam", "sgd"),
-        "rope_type": ("rope", "yarn"),
-    }
-)
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "transformer_impl": ("local", "transformer_engine"),
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "optimizer": ("adam", "sgd"),
+    "rope_type": ("rope", "yarn"),
+}
 _WITHOUT_FLAG = re.compile(
     "|".join(
         (
@@ -100,9 +96,8 @@ _WITHOUT_FLAG = re.compile(
 """Names of configuration fields that have no flag."""
 
 
-_FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Configuration field -> (type of its flag, keyword arguments of `flag_parser.flag`), if the type of the flag differs
-from the type of the field."""
+_TYPES = {"rotary_base": int}
+"""Configuration field -> type of the field's flag, if the flag and the field have different types."""
 
 
 class CoreFlag(NamedTuple):
@@ -111,8 +106,8 @@ class CoreFlag(NamedTuple):
     name: str
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
-    is_negated: bool
-    """Whether the flag switches the configuration's field off."""
+    convert: Callable[[Any], Any]
+    """Converts a value of the flag other than None to the value of the field."""
     entry: tuple[Any, Any]
     """Type of the flag's attribute, and the attribute's definition as a dataclass field."""
 
@@ -121,13 +116,13 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
     """Return dataclasses of flags, one for each of megatron-core's configurations.
 
     Args:
-        listed: names of flags to leave out, because other dataclasses define them.
+        listed: names of flags to leave out; other dataclasses define these flags.
     """
     seen, groups = set(listed), []
     for config_class, title in _TITLES.items():
-        new = [known_flag for known_flag in core_flags(config_class) if known_flag.name not in seen]
-        seen.update(known_flag.name for known_flag in new)
-        entries = [(known_flag.name, *known_flag.entry) for known_flag in new]
+        new = {core_flag.name: core_flag.entry for core_flag in core_flags(config_class) if core_flag.name not in seen}
+        seen.update(new)
+        entries = [(name, *entry) for name, entry in new.items()]
         group = make_dataclass(f"{config_class.__name__}Flags", entries, frozen=True, kw_only=True)
         group.__doc__ = title
         groups.append(group)
@@ -135,49 +130,45 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 
 
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
-    """Return name of a field of the configuration -> the value that the flags give to this field."""
+    """Return a dictionary: name of a field of the configuration -> the value that the flags give to the field."""
     values = {}
-    for known_flag in core_flags(config_class):
-        value = getattr(args, known_flag.name)
-        if value is None and known_flag.field in ("rope_type", "offload_modules"):
-            continue  # without the flag, the field keeps the configuration's default, which is not None
-        values[known_flag.field] = (
-            not value if known_flag.is_negated else _of_field(value, _hints(config_class)[known_flag.field])
-        )
+    for name, field, convert, _ in core_flags(config_class):
+        value = getattr(args, name)
+        if value is not None:
+            values[field] = convert(value)
+        elif field not in ("rope_type", "offload_modules"):  # without a flag, these keep defaults other than None
+            values[field] = None
     return values
 
 
 @cache
 def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
     """Return the flags of the fields of `config_class`."""
-    return tuple(_flags_of(config_class))
-
-
-def _flags_of(config_class: type) -> Iterator[CoreFlag]:
-    hints, explanations = _hints(config_class), _explanations(config_class)
+    hints, explanations, flags = _hints(config_class), _explanations(config_class), []
     for entry in fields(config_class):
-        kind = _without_none(hints[entry.name])
+        kind = hints[entry.name]
+        if get_origin(kind) in (Union, UnionType):
+            kind = Union[tuple(member for member in get_args(kind) if member is not type(None))]  # noqa: UP007
         form = _form(kind)
         if form is None or _WITHOUT_FLAG.fullmatch(entry.name):
             continue
         is_negated = kind is bool and entry.default is True and entry.name != "multi_latent_attention"
         names = _names(entry, is_negated=is_negated)
-        hint, options = _FORMS.get(entry.name, form)
+        hint, options, convert = form
+        hint = _TYPES.get(entry.name, hint)
         options = {**options, "choices": _CHOICES.get(entry.name, options.get("choices")), "names": names[1:]}
-        default = _default(config_class, entry, hint)
         text = explanations.get(entry.name, entry.name.replace("_", " "))
         name = names[0].removeprefix("--").replace("-", "_")
-        yield CoreFlag(name, entry.name, is_negated, (hint, flag(text, default, **options)))
+        defined = (hint, flag(text, _default(config_class, entry, hint), **options))
+        flags.append(CoreFlag(name, entry.name, not_ if is_negated else convert, defined))
+    return tuple(flags)
 
 
 def _names(entry: Field[Any], *, is_negated: bool) -> list[str]:
-    meta = entry.metadata.get("argparse_meta", {})
     plain = entry.name.replace("_", "-")
-    if "arg_names" in meta:
-        return list(meta["arg_names"])
-    if entry.name in _NAMES:
-        return [_NAMES[entry.name]]
-    return [f"--no-{plain}", f"--disable-{plain}"] if is_negated else [f"--{plain}"]
+    names = [f"--no-{plain}", f"--disable-{plain}"] if is_negated else [f"--{plain}"]
+    names = [_NAMES[entry.name]] if entry.name in _NAMES else names
+    return list(entry.metadata.get("argparse_meta", {}).get("arg_names", names))
 
 
 def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
@@ -195,45 +186,39 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
     return next((name for name, dtype in _DTYPES.items() if dtype is default), default)
 
 
-def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return (type of the flag, keyword arguments of `flag_parser.flag`) for a field of type `kind`.
+def _form(kind: Any) -> tuple[Any, dict[str, Any], Callable[[Any], Any]] | None:
+    """Return (type of the flag, options of `flag()`, `CoreFlag.convert`) for a field of type `kind`.
 
-    `_form` returns None if no flag can set a field of type `kind`.
+    The result is None if no flag can set the field.
     """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
-        return bool, {}
+        return bool, {}, _unchanged
     if kind in (int, float, str):
-        return kind | None, {}
+        return kind | None, {}, _unchanged
     if kind is torch.dtype:
-        return str, {"choices": tuple(_DTYPES)}
+        return str, {"choices": tuple(_DTYPES)}, _DTYPES.__getitem__
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return str, {"choices": tuple(kind.__members__)}
+        return str, {"choices": tuple(kind.__members__)}, kind.__members__.__getitem__
     if get_origin(kind) is Literal:
-        return str | None, {"choices": tuple(arguments)}
+        return str | None, {"choices": tuple(arguments)}, _unchanged
     if get_origin(kind) is tuple:
-        return Any, {"parse": _pair, "metavar": "N,N"}
+        return Any, {"parse": _pair, "metavar": "N,N"}, _unchanged
     if get_origin(kind) is list and arguments[0] in (int, float, str):
-        return kind, {"nargs": "+"}
+        return kind, {"nargs": "+"}, _unchanged
     if get_origin(kind) in (Union, UnionType) and get_origin(arguments[-1]) is list and len(arguments) == 2:
         if arguments[0] is int:
-            return Any, {"parse": _pattern, "metavar": "N|LIST"}
-        return Any, {"parse": arguments[0], "nargs": "+"}
+            return Any, {"parse": _pattern, "metavar": "N|LIST"}, _unpacked
+        return Any, {"parse": arguments[0], "nargs": "+"}, _unpacked
     return None
 
 
-def _of_field(value: Any, hint: Any) -> Any:
-    """Convert `value` of a flag to the value of the configuration field that the flag sets; `hint` is its type."""
-    kind = _without_none(hint)
-    if value is None:
-        return None
-    if kind is torch.dtype:
-        return _DTYPES[value]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind[value]
-    if isinstance(value, list) and get_origin(kind) is not list and len(value) == 1:
-        return value[0]
+def _unchanged(value: Any) -> Any:
     return value
+
+
+def _unpacked(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _pattern(text: str) -> int | list[int]:
@@ -257,14 +242,12 @@ def _evaluated(node: ast.expr) -> Any:
             return value
         case ast.List(elts=elements):
             return [_evaluated(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first, second = _evaluated(left), _evaluated(right)
-            if isinstance(first, list) and isinstance(second, list):
-                return first + second
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _evaluated(left), _evaluated(right)
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= 10000:
-                return first * second
+        case ast.BinOp(left=left, op=operator, right=right):
+            match operator, _evaluated(left), _evaluated(right):
+                case ast.Add(), list(first), list(second):
+                    return first + second
+                case ast.Mult(), list(first), int(count) if len(first) * count <= 10000:
+                    return first * count
     raise ValueError
 
 
@@ -276,20 +259,13 @@ def _pair(text: str) -> tuple[int, ...]:
     return first, second
 
 
-def _without_none(hint: Any) -> Any:
-    if get_origin(hint) in (Union, UnionType):
-        rest = tuple(member for member in get_args(hint) if member is not type(None))
-        return Union[rest]  # noqa: UP007
-    return hint
-
-
 @cache
 def _hints(config_class: type) -> dict[str, Any]:
     return get_type_hints(config_class)
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """Return name of a field -> first sentence of the docstring that follows the field in the source."""
+    """Return a dictionary: name of a field -> first sentence of the docstring that follows the field in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -1,10 +1,4 @@
-"""Provides training data: megatron-core's GPT datasets, loaders for the datasets, and the tensors of a microbatch.
-
-check_data(args, tokenizer.vocab_size)                     # every rank, no communication
-datasets = build_datasets(args, tokenizer, needs_data)     # every rank, collective
-iterator = build_data_iterator(datasets.train, args, consumed_samples, dp_rank, dp_size)  # one per model chunk
-batch = get_batch(iterator, args, embeds=..., is_last=...)                              # one per microbatch
-"""
+"""Builds megatron-core's GPT datasets, and gives each model chunk the tensors of a microbatch."""
 
 from __future__ import annotations
 
@@ -20,7 +14,6 @@ from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron.zero_bubble.mcore.attention import cut_batch
@@ -29,15 +22,15 @@ from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_config import dataset_config, requested_samples
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
-from megatron.zero_bubble.trainer.data_files import fingerprint
+from megatron.zero_bubble.trainer.data_files import SPLITS, fingerprint
 
 
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names the cached sample index after the path of the data and settings, but not after the contents. If
-    data were tokenised again under the same path, megatron-core would use the sample index of the old data, and samples
-    would be out of range or silently wrong.
+    megatron-core names the cached sample index after the data's path and the dataset's settings, but not after the
+    contents of the data. If data were tokenised again under the same path, megatron-core would use the sample index of
+    the old data, and samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -57,7 +50,7 @@ class Datasets:
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
-    num_samples: tuple[int, int, int]
+    num_samples: tuple[int, ...]
     """Number of samples of each split, set on all ranks; 0 for a missing split, on which nothing is evaluated."""
 
 
@@ -70,8 +63,8 @@ def build_datasets(
     """Build or load the datasets and their sample indices; a collective call of all ranks.
 
     Args:
-        needs_data: whether `reads_data` is true for a model chunk of this rank. Only rank 0 of a tensor-parallel group
-            reads data. Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
+        needs_data: whether a model chunk of this rank reads data. Only rank 0 of a tensor-parallel group reads data.
+            Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
         log: function that prints a line about the progress, on rank 0 only.
 
     Raises:
@@ -97,9 +90,17 @@ def build_datasets(
         raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}") from error
     finally:
         logger.removeFilter(_is_other_warning)
-    num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
+    lengths = torch.tensor([0 if split is None else len(split) for split in splits], device=own_device())
+    torch.distributed.broadcast(lengths, src=0)
+    num_samples = tuple(lengths.tolist())
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
-    _check_lengths(args, num_samples)
+    # megatron-core repeats data as often as a run needs, except data in a blend without weights.
+    for split, have, need in zip(SPLITS, num_samples, requested, strict=True):
+        if have < need and (have > 0 or split == "train"):
+            raise ValueError(
+                f"--data-path: the {split} data has {have} samples of {args.seq_length} tokens, the run needs "
+                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
+            )
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
 
@@ -109,56 +110,43 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return "because path_to_cache is None" not in record.getMessage()
 
 
-def _by_split(num_samples: tuple[int, int, int]) -> str:
-    return ", ".join(f"{split.name} {num_samples[split.value]}" for split in Split)
-
-
-def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
-    """Broadcast the lengths of the splits from global rank 0 to every rank."""
-    tensor = torch.tensor(lengths, dtype=torch.int64, device=own_device())
-    torch.distributed.broadcast(tensor, src=0)
-    train, valid, test = tensor.tolist()
-    return train, valid, test
-
-
-def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
-    """Raise `ValueError` if a split is too short for the run.
-
-    megatron-core repeats data as often as a run needs, except data in a blend without weights, which is one epoch long.
-    """
-    for split in Split:
-        have, need = num_samples[split.value], requested_samples(args)[split.value]
-        if have < need and (have > 0 or split is Split.train):
-            raise ValueError(
-                f"--data-path: the {split.name} data has {have} samples of {args.seq_length} tokens, the run needs "
-                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
-            )
+def _by_split(num_samples: tuple[int, ...]) -> str:
+    return ", ".join(f"{split} {number}" for split, number in zip(SPLITS, num_samples, strict=True))
 
 
 class Batch(NamedTuple):
-    """One microbatch on this rank's device; s is seq_length / context-parallel size. Unneeded tensors are None."""
+    """The tensors of one microbatch on this rank's device; a tensor that the model chunk does not need is None.
 
-    tokens: torch.Tensor | None
+    The length s of a sequence is `seq_length` divided by the context-parallel size.
+    """
+
+    tokens: torch.Tensor | None = None
     """Token ids, int64 [b, s], for the first stage."""
-    labels: torch.Tensor | None
+    labels: torch.Tensor | None = None
     """Labels, int64 [b, s], for the last stage."""
-    loss_mask: torch.Tensor | None
+    loss_mask: torch.Tensor | None = None
     """Weights of the tokens in the loss, float32 [b, s], for the last stage."""
-    attention_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None = None
     """Mask, bool [b, 1, s, seq_length], True where attention is forbidden; for every stage, if the data has masks."""
-    position_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None = None
     """Positions, int64 [b, s], for the first stage."""
 
 
-def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
-    """Return whether a model chunk reads data: tokens for its embedding, labels for its loss, or attention masks."""
-    return embeds or is_last or args.reset_attention_mask
+def needed_tensors(args: Arguments, *, embeds: bool, is_last: bool) -> list[str]:
+    """Return the names of the `Batch` fields that a model chunk needs; a middle stage needs at most attention masks.
+
+    Args:
+        embeds: whether the chunk looks up token embeddings.
+        is_last: whether the chunk computes the loss.
+    """
+    names = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
+    return names + ["attention_mask"] * args.reset_attention_mask
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, args: Arguments, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """Return the tensors that a chunk needs from the next microbatch; a middle stage needs at most an attention mask.
+    """Return the tensors that a model chunk needs from the next microbatch.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
     Without `--variable-seq-lengths`, all ranks know the shapes in advance, so that the host never waits for the device.
@@ -167,29 +155,27 @@ def get_batch(
     Raises:
         RuntimeError: no microbatch is left in the data.
     """
-    keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
-    if args.reset_attention_mask:
-        keys.append("attention_mask")
+    keys = needed_tensors(args, embeds=embeds, is_last=is_last)
     if not keys:
-        return Batch(None, None, None, None, None)
+        return Batch()
     reads = parallel_state.get_tensor_model_parallel_rank() == 0
     batch = _read(data_iterator, keys) if reads else {}
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        source, group = (
-            parallel_state.get_tensor_model_parallel_src_rank(),
-            parallel_state.get_tensor_model_parallel_group(),
-        )
-        length = args.seq_length
+        source = parallel_state.get_tensor_model_parallel_src_rank()
+        group, length = parallel_state.get_tensor_model_parallel_group(), args.seq_length
         if args.variable_seq_lengths:
             told = torch.tensor([batch[keys[0]].shape[1] if reads else 0], device=own_device())
             torch.distributed.broadcast(told, source, group=group)
             length = int(told)
-        if not reads:
-            batch = _empty(args, keys, length)
+        if not reads:  # make buffers for the tensors that tensor-parallel rank 0 broadcasts
+            size, dtypes = (args.micro_batch_size, length), {"attention_mask": torch.bool, "loss_mask": torch.float32}
+            shapes = dict.fromkeys(keys, size) | {"attention_mask": (args.micro_batch_size, 1, length, length)}
+            batch = {
+                key: torch.empty(shapes[key], dtype=dtypes.get(key, torch.int64), device=own_device()) for key in keys
+            }
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
-    batch = cut_batch(batch)
-    return Batch(**{name: batch.get(name) for name in Batch._fields})
+    return Batch(**cut_batch(batch))
 
 
 def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[str]) -> dict[str, torch.Tensor]:
@@ -199,14 +185,3 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     except StopIteration:
         raise RuntimeError("the data ended, although a check at the start of the run found enough samples") from None
     return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
-
-
-def _empty(args: Arguments, keys: list[str], length: int) -> dict[str, torch.Tensor]:
-    """Return buffers for the tensors that tensor-parallel rank 0 broadcasts."""
-    shapes = {"attention_mask": (args.micro_batch_size, 1, length, length)}
-    dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
-    plain = (args.micro_batch_size, length)
-    return {
-        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
-        for key in keys
-    }

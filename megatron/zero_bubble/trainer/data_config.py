@@ -45,22 +45,20 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
 
 
 def _blends(args: Arguments) -> dict[str, Blend]:
-    """Return data flag -> blend, for every data flag that is given."""
+    """Return a dictionary: name of a given data flag -> the blend of datasets that the flag describes."""
     paths = {"--data-path": args.data_path}
     paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
     return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
 
 
 def requested_samples(args: Arguments) -> tuple[int, int, int]:
-    """Return the numbers of training, validation and test samples of a run, as in Megatron; `args` must be complete."""
-    assert args.train_iters is not None
-    assert args.global_batch_size is not None
+    """Return the numbers of training, validation and test samples of a run; `args` must have all defaults filled in."""
     evaluations = args.train_iters // args.eval_interval + 1
     per_evaluation = args.eval_iters * args.global_batch_size
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
+def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: tuple[int, int]) -> None:
     """Refuse to continue after `iteration` with data that would be used up before the last iteration.
 
     Args:
@@ -70,23 +68,16 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
     Raises:
         ValueError: too little data is left; the message is one line.
     """
-    batch, train_iters = args.global_batch_size, args.train_iters
-    assert batch is not None
-    assert train_iters is not None
-    evaluations = train_iters // args.eval_interval - iteration // args.eval_interval
-    still_needed = (
-        (train_iters - iteration) * batch,
-        evaluations * args.eval_iters * batch,
-    )
-    batch_size = f"--global-batch-size {batch}"
-    flags = (batch_size, f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} {batch_size}")
-    instead = ("", ", or --eval-iters 0")
-    for split in (0, 1):
-        have, need = samples[split], still_needed[split]
-        if need > 0 and 0 < have < used[split] + need:
+    iterations, batch = args.train_iters - iteration, args.global_batch_size
+    evaluations = (args.train_iters // args.eval_interval - iteration // args.eval_interval) * args.eval_iters
+    of_evaluation = f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} "
+    rows = (("train", iterations, "", ""), ("valid", evaluations, of_evaluation, ", or --eval-iters 0"))
+    for have, read, (split, batches, flags, instead) in zip(samples, used, rows, strict=False):
+        need = batches * batch
+        if need > 0 and 0 < have < read + need:
             raise ValueError(
-                f"{flags[split]}: the {SPLITS[split]} data has {have} samples for this, of which the run in --load "
-                f"has used {used[split]}, and {need} more are needed: give that run's values{instead[split]}"
+                f"{flags}--global-batch-size {batch}: the {split} data has {have} samples for this, of which the run "
+                f"in --load has used {read}, and {need} more are needed: give that run's values{instead}"
             )
 
 

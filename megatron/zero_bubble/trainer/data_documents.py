@@ -16,13 +16,10 @@ _SIGMA = 0.8
 
 
 class DocumentDataset(GPTDataset):
-    """Documents of at least two tokens, cut at the sequence length; each epoch is shuffled separately."""
+    """A dataset of the documents with at least two tokens; each document is cut at the sequence length."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index.
-
-        Unlike megatron-core's GPTDataset, a `DocumentDataset` stores no array in a file.
-        """
+        """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index."""
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
             raise ValueError(f"no document of {self.dataset_path} has two tokens")
@@ -45,7 +42,7 @@ class DocumentDataset(GPTDataset):
 
 
 class MockDocumentDataset(DocumentDataset, MockGPTDataset):
-    """Synthetic documents, whose lengths have a long tail."""
+    """A dataset of synthetic documents, whose lengths have a long tail."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> MockGPTLowLevelDataset | IndexedDataset:

@@ -11,7 +11,9 @@ import hashlib
 import math
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -41,12 +43,9 @@ class TokenFile:
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
         """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
-        tokens = 0
-        for start in range(begin, end, _CHUNK):
-            tokens += int(self.lengths[start : min(start + _CHUNK, end)].sum(dtype=np.int64))
-            if tokens >= minimum:
-                return True
-        return minimum <= 0
+        parts = (self.lengths[start : min(start + _CHUNK, end)] for start in range(begin, end, _CHUNK))
+        totals = accumulate((int(part.sum(dtype=np.int64)) for part in parts), initial=0)
+        return any(total >= minimum for total in totals)
 
 
 def open_token_file(prefix: str, flag: str) -> TokenFile:
@@ -79,28 +78,19 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file if one of its first tokens is outside the vocabulary.
-
-    A token outside the vocabulary is a sign that another tokenizer made the file.
-    """
+    """Refuse a file if one of its first tokens is outside the vocabulary."""
     path = get_bin_path(file.prefix)
-    count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
-    if count == 0:
-        return
-    tokens = np.memmap(path, file.dtype, "r", 0, (count,))
-    largest, smallest = int(tokens.max()), int(tokens.min())
-    if largest >= vocab_size or smallest < 0:
-        wrong = largest if largest >= vocab_size else smallest
+    tokens = np.fromfile(path, file.dtype, _CHUNK)
+    wrong = tokens[(tokens >= vocab_size) | (tokens < 0)]
+    if len(wrong):
         raise ValueError(
-            f"{flag}: {path} holds token id {wrong}, but the tokenizer has {vocab_size} tokens; "
+            f"{flag}: {path} holds token id {wrong.max()}, but the tokenizer has {vocab_size} tokens; "
             "was it made with another tokenizer?"
         )
 
 
 def parse_blend(values: list[str], flag: str) -> Blend:
-    """Parse `PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` as Megatron does."""
-    if not values:
-        raise ValueError(f"{flag} needs at least one prefix")
+    """Parse `PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` as Megatron-LM does."""
     numbers = [_is_number(value) for value in values]
     pairs = len(values) % 2 == 0
     if any(numbers) and not (pairs and all(numbers[::2])):
@@ -146,7 +136,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a digest of at most 65 contiguous parts of `lengths` [num_sequences], the last part included."""
+    """Return a digest of at most 65 evenly spaced parts of `lengths` [num_sequences], including the last part."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))
@@ -156,8 +146,7 @@ def fingerprint(lengths: np.ndarray) -> str:
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False

@@ -1,9 +1,8 @@
 """Loads microbatches in worker processes, which end when the iterator is closed or the training process has ended.
 
-Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. A resumed
-run skips the first `consumed_samples` samples of the data set, which earlier runs have used on all ranks together, and
-continues with the samples that an uninterrupted run would use next. The global batch size may change during a run
-(ramp-up), because the batch size determines only the number of microbatches in a step.
+Each data-parallel rank reads its samples in Megatron-LM's order. A resumed run skips the first `consumed_samples`
+samples of the dataset, which earlier runs have used. The global batch size may change during a run (ramp-up), because
+the batch size determines only the number of microbatches in a step.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -90,7 +88,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         return [worker for worker in self._workers if worker.exitcode]
 
     def close(self) -> None:
-        """End the worker processes, by force if needed. A second call does nothing."""
+        """End the worker processes, by force if needed. A second call of `close` does nothing."""
         if not self._workers:
             return
         batches: Any = self._batches
@@ -107,59 +105,43 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
             worker.join()
 
 
-@dataclass(frozen=True)
-class SequentialSampler:
-    """Yields the indices of each microbatch of one data-parallel rank, in the order of the dataset.
+def sample_indices(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Yield the sample indices of each microbatch of one data-parallel rank, in the order of the dataset.
 
-    A stride contains one microbatch for every rank; each rank takes its contiguous part of every stride. An incomplete
-    last stride is dropped.
+    The ranks take microbatches from the dataset in turn. Samples at the end of the dataset that do not fill a
+    microbatch for every rank are dropped.
     """
-
-    total_samples: int
-    consumed_samples: int
-    micro_batch_size: int
-    rank: int
-    num_ranks: int
-
-    @property
-    def stride(self) -> int:
-        return self.micro_batch_size * self.num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        offset = self.rank * self.micro_batch_size
-        for start in range(self.consumed_samples, self.total_samples - self.stride + 1, self.stride):
-            yield list(range(start + offset, start + offset + self.micro_batch_size))
+    round_size, offset = micro_batch_size * num_ranks, rank * micro_batch_size
+    for start in range(consumed_samples, total_samples - round_size + 1, round_size):
+        yield list(range(start + offset, start + offset + micro_batch_size))
 
 
 def build_data_iterator(
-    dataset: Dataset | None,
-    args: Arguments,
-    consumed_samples: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    dataset: Dataset | None, args: Arguments, consumed_samples: int, rank: int, num_ranks: int
 ) -> MicrobatchIterator | None:
-    """Return an iterator over this rank's microbatches after the first `consumed_samples` samples of the dataset.
-
-    `build_data_iterator` returns None if the dataset is None or empty.
+    """Return an iterator over the microbatches of the data-parallel rank `rank` after `consumed_samples` samples.
 
     Each model chunk that reads data needs a separate iterator. The iterator yields CPU tensors of shape
     [micro_batch_size, seq_length], or shorter tensors with `variable_seq_lengths`.
+
+    Returns:
+        The iterator; None if the dataset is None or empty.
     """
-    if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
+    total_samples = 0 if dataset is None else len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
+    if dataset is None or not total_samples:
         return None
-    sampler = SequentialSampler(
-        len(dataset),  # type: ignore[arg-type]
-        consumed_samples,
-        args.micro_batch_size,
-        data_parallel_rank,
-        data_parallel_size,
-    )
     collate: _Collate = default_collate
     if args.variable_seq_lengths:
-        collate = partial(padded, multiple=_length_multiple(args))
+        # Tensor- and context-parallel ranks get equal parts of a microbatch only if this number divides its length.
+        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        multiple *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+        collate = partial(padded, multiple=multiple)
+    indices = sample_indices(total_samples, consumed_samples, args.micro_batch_size, rank, num_ranks)
     loader: DataLoader = DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=indices,
         num_workers=args.num_workers,
         collate_fn=collate if torch.cuda.is_available() else partial(_as_arrays, collate),
         pin_memory=torch.cuda.is_available(),
@@ -178,16 +160,6 @@ def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dic
     torch's pinning thread fetches the handles of the tensors.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
-
-
-def _length_multiple(args: Arguments) -> int:
-    """Return an integer that must divide the length of every microbatch.
-
-    Tensor-parallel and context-parallel ranks get equal parts of a microbatch only if its length is a multiple of the
-    returned number.
-    """
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 
 
 def _ignore_stop_signals(worker: int) -> None:

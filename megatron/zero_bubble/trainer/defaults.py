@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -29,7 +29,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     )
     if not args.kv_channels:
         require_multiple(args, "hidden_size", "num_attention_heads")
-    of_the_model = {
+    of_the_model: dict[str, Any] = {
         # Megatron's scripts may give --sequence-parallel even for one tensor-parallel rank, which has whole sequences.
         "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
         "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
@@ -40,10 +40,8 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
         of_the_model["recompute_granularity"] = "selective"
     if args.transformer_impl == "local" and args.attention_backend == "auto":
         of_the_model["attention_backend"] = "flash" if has_cuda else "local"
-    args = args.changed(of_the_model)
-    if args.global_batch_size is None:
-        args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
-    return args
+    of_the_model["global_batch_size"] = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
+    return replace(args, **of_the_model)
 
 
 def require_multiple(args: Arguments, name: str, divisor: str) -> None:
@@ -70,26 +68,6 @@ def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
     return replace(args, padded_vocab_size=math.ceil(vocab_size / multiple) * multiple)
 
 
-class LearningRateSteps(NamedTuple):
-    """Lengths in samples of three schedules: learning-rate decay, learning-rate warm-up, and weight decay."""
-
-    decay: int
-    warmup: float
-    weight_decay: int
-
-
-def learning_rate_steps(args: Arguments) -> LearningRateSteps:
-    """Return the lengths of the learning-rate and weight-decay schedules; `args` must have all defaults filled in."""
-    assert args.global_batch_size is not None
-    assert args.train_iters is not None
-    decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-    if args.lr_warmup_fraction is None:
-        warmup: float = args.lr_warmup_iters * args.global_batch_size
-    else:
-        warmup = args.lr_warmup_fraction * decay
-    return LearningRateSteps(decay, warmup, args.train_iters * args.global_batch_size)
-
-
 def check_learning_rate(args: Arguments) -> None:
     """Refuse an impossible schedule of the learning rate; `args` must have all defaults filled in.
 
@@ -100,15 +78,13 @@ def check_learning_rate(args: Arguments) -> None:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     if args.decoupled_min_lr is not None and args.decoupled_lr is None:
         raise ValueError(f"--decoupled-min-lr {args.decoupled_min_lr} needs --decoupled-lr")
-    lowest = args.min_lr if args.decoupled_min_lr is None else args.decoupled_min_lr
-    if args.decoupled_lr is not None and lowest > args.decoupled_lr:
-        name = "--min-lr" if args.decoupled_min_lr is None else "--decoupled-min-lr"
-        raise ValueError(f"{name} {lowest} is above --decoupled-lr {args.decoupled_lr}")
+    name = "min_lr" if args.decoupled_min_lr is None else "decoupled_min_lr"
+    if args.decoupled_lr is not None and getattr(args, name) > args.decoupled_lr:
+        raise ValueError(f"{flag_name(name)} {getattr(args, name)} is above --decoupled-lr {args.decoupled_lr}")
     fraction, warmup, decay = args.lr_warmup_fraction, args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     if fraction is not None and warmup:
         raise ValueError(f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {warmup}: give one of them")
-    assert decay is not None
     if warmup >= decay:
         raise ValueError(f"--lr-warmup-iters {warmup} must be below the {decay} iterations of decay")

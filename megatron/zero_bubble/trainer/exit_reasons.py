@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
-        waits: whether the decision after an iteration waits for the votes of all ranks after the same iteration. If
-            not, the decision uses the votes after the previous iteration.
+        waits: whether the decision after an iteration uses the votes of all ranks after the same iteration; False to
+            use the votes after the previous iteration, so that no rank waits for other ranks.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -73,7 +73,8 @@ class ExitReasons:
         """Begin a vote of all ranks; return the vote's result if `waits`, else the result of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
-        cast = self._vote()
+        counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())
+        cast = counts, dist.all_reduce(counts, op=dist.ReduceOp.MAX, async_op=True)
         votes, self._votes = (cast, None) if waits else (self._votes, cast)
         if votes is None:
             return None
@@ -89,8 +90,3 @@ class ExitReasons:
             "SIGINT": self._signal == signal.SIGINT,
             f"--exit-duration-in-mins {limit}": limit is not None and minutes > limit,
         }
-
-    def _vote(self) -> tuple[torch.Tensor, Any]:
-        """Begin a reduction of all ranks' reasons to stop."""
-        counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())
-        return counts, dist.all_reduce(counts, op=dist.ReduceOp.MAX, async_op=True)

@@ -1,4 +1,4 @@
-"""The forward step that megatron-core's schedules call, and the loss functions of the model's output."""
+"""Defines the forward step that megatron-core's schedules call, and the loss function of the model's output."""
 
 from __future__ import annotations
 
@@ -18,28 +18,21 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 
 
 def loss_func(
-    loss_mask: torch.Tensor | None, output: torch.Tensor
+    loss_mask: torch.Tensor | None, output: torch.Tensor, *, checks_finite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the tokens in `loss_mask`, the number of these tokens, and a report with both numbers.
+    """Return the sum of the losses of the tokens in `loss_mask`, the number of these tokens, and a report for the log.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts for the loss.
         output: [batch, sequence], the loss of each token.
+        checks_finite: whether an infinite loss gets a NaN gradient, so that all ranks notice the loss.
     """
     assert loss_mask is not None, "a stage without a loss mask computes a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
     report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
-    return loss, num_tokens, {"lm loss": report}
-
-
-def checked_loss_func(
-    loss_mask: torch.Tensor | None, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the result of `loss_func`; give an infinite loss a NaN gradient, so that all ranks notice the loss."""
-    loss, num_tokens, report = loss_func(loss_mask, output)
-    return spoil_if_infinite(loss), num_tokens, report
+    return spoil_if_infinite(loss) if checks_finite else loss, num_tokens, {"lm loss": report}
 
 
 def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callable[..., Any]:
@@ -59,7 +52,7 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
         )
         further = {"loss_mask": batch.loss_mask} if predicts_further else {}
         output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
-        return output, partial(checked_loss_func if checks_finite else loss_func, batch.loss_mask)
+        return output, partial(loss_func, batch.loss_mask, checks_finite=checks_finite)
 
     return forward_step
 
@@ -70,7 +63,7 @@ def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
-    """Return the mean loss of the tokens of all ranks of `group`; None on a rank without the last stage."""
+    """Return the mean loss of the tokens of all ranks in `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from megatron.core import __version__ as core_version
@@ -28,6 +26,7 @@ from megatron.zero_bubble.mcore.hybrid_spec import (
 )
 from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.mcore.replaced import replaced
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
@@ -45,10 +44,9 @@ def check_pattern(args: Arguments) -> None:
     _check_symbols(given, pattern)
     if args.num_layers != len(pattern.symbols):
         raise ValueError(f"{given} has {len(pattern.symbols)} layers, but --num-layers is {args.num_layers}")
-    if ("E" in pattern.symbols + pattern.further) is (args.num_experts is None):
-        raise ValueError(f"{given}: give --num-experts if it has a layer E, and only then")
-    if ("+" in pattern.symbols + pattern.further) is not bool(args.multi_latent_attention):
-        raise ValueError(f"{given}: give --multi-latent-attention if it has a layer +, and only then")
+    for symbol, name in (("E", "num_experts"), ("+", "multi_latent_attention")):
+        if (symbol in pattern.symbols + pattern.further) is not bool(getattr(args, name)):
+            raise ValueError(f"{given}: give {flag_name(name)} if it has a layer {symbol}, and only then")
     if (args.mtp_num_layers or 0) != pattern.num_further:
         raise ValueError(
             f"{given} has {pattern.num_further} layers of multi-token prediction, but --mtp-num-layers is "
@@ -56,7 +54,7 @@ def check_pattern(args: Arguments) -> None:
         )
     for name in ("use_rope_scaling", "apply_query_key_layer_scaling"):
         if getattr(args, name, None):
-            raise ValueError(f"{given} does not work with --{name.replace('_', '-')} in this trainer")
+            raise ValueError(f"{given} does not work with {flag_name(name)} in this trainer")
     if args.context_parallel_size > 1:
         raise ValueError(f"{given} does not work with --context-parallel-size {args.context_parallel_size}")
     if (args.recompute_granularity == "full" or args.zero_bubble_recompute) and not HYBRID_RECOMPUTES:
@@ -104,37 +102,23 @@ def build_hybrid_stage(
     if HYBRID_TAKES_STAGES:
         name = ("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec"
         described = {**described, name: spec, "hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}
-        build = HYBRID
+        allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
+        with (
+            # Build the layers of this stage, and any layers of multi-token prediction in its part of the pattern.
+            replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
+            replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
+        ):
+            model = HYBRID(**described)
     else:
         stack = ModuleSpec(module=_stage_stack(), params={"first_layer": first_layer}, submodules=spec.submodules)
         described = {**described, "mamba_stack_spec": stack, "hybrid_override_pattern": symbols}
-        build = _chunk_class(vp_stage)
-    with _placed(symbols, first_layer):
-        model = build(**described)
+        model = _chunk_class(vp_stage)(**described)
     model.vp_stage, model.mtp_process = vp_stage, bool(further)
     return model
 
 
-@contextmanager
-def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection.
-
-    The built model has layers of multi-token prediction if the model's pattern contains layers of multi-token
-    prediction.
-    """
-    if not HYBRID_TAKES_STAGES:
-        yield
-        return
-    allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
-    with (
-        replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
-        replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
-    ):
-        yield
-
-
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a hybrid model class whose models are the chunk `vp_stage` of a rank, for megatron-core before 0.17."""
+    """Return a class of hybrid models that are the model chunk `vp_stage` of a rank, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:
@@ -145,10 +129,10 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class for the layers of a stage of a hybrid model, for megatron-core before 0.17.
+    """Return a class for the layers of a hybrid model's stage, for megatron-core before 0.17.
 
-    The class builds the layers of a stage with the configuration of a pipeline with one stage. megatron-core's own
-    class can build only stages with equal numbers of layers, and only one chunk on each rank.
+    megatron-core's own class can build only stages with equal numbers of layers, and only one chunk on each rank.
+    Therefore the returned class builds the layers with the configuration of a pipeline with one stage.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

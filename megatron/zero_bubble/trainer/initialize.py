@@ -42,23 +42,8 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
         try:
             dist.init_process_group(args.distributed_backend, timeout=timeout)
         except dist.DistNetworkError as error:
-            address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-            raise ValueError(
-                f"MASTER_ADDR={address} MASTER_PORT={port}: ranks cannot meet: {one_line(error)}"
-            ) from error
-    _initialize_megatron_core(args, placement)
-    yield
-    # After an error, the rank skips the rest, because other ranks may wait in a collective until torchrun ends them.
-    dist.barrier()
-    unset_num_microbatches_calculator()
-    # megatron-core stores auxiliary losses globally, with process groups and one value for each layer of this model.
-    clear_losses()
-    parallel_state.destroy_model_parallel()
-    if owns_process_group:
-        dist.destroy_process_group()
-
-
-def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
+            place = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise ValueError(f"{place}: ranks cannot meet: {one_line(error)}") from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -71,13 +56,17 @@ def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_everything(args.seed)
-    init_num_microbatches_calculator(
-        args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )
+    batch_sizes = args.rampup_batch_size, args.global_batch_size, args.micro_batch_size
+    init_num_microbatches_calculator(args.rank, *batch_sizes, args.data_parallel_size)
+    yield
+    # After an error, the rank skips the rest, because other ranks may wait in a collective until torchrun ends them.
+    dist.barrier()
+    unset_num_microbatches_calculator()
+    # megatron-core stores auxiliary losses globally, with process groups and one value for each layer of this model.
+    clear_losses()
+    parallel_state.destroy_model_parallel()
+    if owns_process_group:
+        dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:

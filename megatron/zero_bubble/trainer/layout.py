@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -14,8 +14,7 @@ from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_micr
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
+from megatron.zero_bubble.session.layout_choice import saved_choice
 from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -27,7 +26,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 
 
 def unit_models(args: Arguments) -> UnitModels:
-    """Return functions that build a model's units (embedding, layers, output) and run them, for measurements.
+    """Return the functions that build and run a model's units (embedding, layers, output) for measurements.
 
     Call `unit_models` in a `with initialized(...)` block, after the size of the vocabulary is known. Any placement on
     the job's pipeline ranks may be passed to `initialized`.
@@ -45,7 +44,8 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
         defer_weight_gradients(config)
     # Replicas of a unit neither gather parameters nor reduce gradients: only forward and backward are measured.
     sharing = ("use_distributed_optimizer", "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather")
-    alone = args.changed({**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1})
+    unshared: dict[str, Any] = {**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1}
+    alone = replace(args, **unshared)
     model = build_unit(alone, config, unit)
     chunks = in_mixed_precision(alone, config, [model])
     split_weight_gradients(chunks, store)
@@ -54,7 +54,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose the parts of the layout that no flag gives, and adopt the layout's placement; a collective call.
+    """Choose the parts of the layout that no flag gives, and set the layout in the session; a collective call.
 
     Call `settle_layout` in a `with initialized(...)` block, before the model is built. After the call, random states
     are the same as in a run that started with the chosen layout. A job that continues from a checkpoint keeps the
@@ -68,7 +68,10 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     """
     if not session.job.is_layout_open:
         return args
-    saved = _saved_choice(args, session.job.flags)
+    saved = None
+    if args.load and not args.finetune:
+        folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
+        saved = saved_choice(on_rank(0, lambda: read_common(folder))["args"], session.job.flags)
     if saved is not None:
         layout = session.restore_layout(saved, str(args.load))
     else:
@@ -76,12 +79,3 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
         layout = session.choose_layout(costs, args.padded_vocab_size)
     seed_everything(args.seed)
     return replace(args, **layout)
-
-
-def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """Return the layout in the job's checkpoint; None for a new job, and if the job cannot keep the saved layout."""
-    if not args.load or args.finetune:
-        return None
-    folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
-    saved: Namespace = on_rank(0, lambda: read_common(folder))["args"]
-    return saved_choice(saved, job_flags)

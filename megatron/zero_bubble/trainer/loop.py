@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints and exits."""
+"""Runs the training loop with its optimizer steps, evaluations, checkpoints and exits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
-from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
@@ -31,17 +30,6 @@ from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
 from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
-
-
-class UnloggedIteration(NamedTuple):
-    """The results, on this rank, of a complete iteration that is not logged yet."""
-
-    result: StepResult
-    mean_step: StepTime | None
-    """Mean time of the steps since the last log line; None in iterations without a log line, and under megatron-core's
-    own schedule."""
-    parameter_digest: str | None
-    """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
 class TrainingData(NamedTuple):
@@ -86,7 +74,8 @@ class Trainer:
         )
         self._zero_bubble = session.forward_backward_func
         self._unsettled: StepResult | None = None
-        self._unlogged: UnloggedIteration | None = None
+        self._unlogged: StepResult | None = None
+        """The result of a complete iteration that is not logged yet."""
         self._finite: FiniteCheck | None = None
         if args.checks_finite:
             self._finite = FiniteCheck(model, session.job.placement, SessionError, lambda: progress.iteration)
@@ -113,7 +102,6 @@ class Trainer:
         for chunk in self._model:
             chunk.train()
         saved_at = self._progress.iteration
-        assert args.train_iters is not None
         if saved_at >= args.train_iters:
             print_rank_0(
                 f" > nothing to train: the checkpoint in --load {args.load} is of iteration {saved_at}, "
@@ -146,9 +134,7 @@ class Trainer:
             self._finite.steps_with = parallel_state.get_model_parallel_group()
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
-        reports = self._forward_backward(
-            data_iterator=self._data.train, num_microbatches=num_microbatches, forward_only=False
-        )
+        reports = self._forward_backward(data_iterator=self._data.train, num_microbatches=num_microbatches)
         self._free_unused_memory(level=1)
         self._log_unlogged()
         if self._finite is not None:
@@ -156,14 +142,12 @@ class Trainer:
         self._progress.iteration += 1
         self._progress.consumed_train_samples += batch_size
         sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
-        prediction = None
-        if self._zero_bubble is not None and self._prints_a_line():
-            prediction = self._zero_bubble.prediction(num_microbatches)
+        predictor = self._zero_bubble if self._prints_a_line() else None
         result = StepResult(
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
             batch_size=batch_size,
-            prediction=prediction,
+            prediction=None if predictor is None else predictor.prediction(num_microbatches),
             is_local=is_local,
         )
         if self._session.post_validation is None:
@@ -195,49 +179,42 @@ class Trainer:
         self._unlogged = self._complete(result, outcome, finished_at=time.perf_counter())
         self._zero_gradients()
 
-    def _complete(
-        self, result: StepResult, outcome: StepOutcome, finished_at: float | None = None
-    ) -> UnloggedIteration:
+    def _complete(self, result: StepResult, outcome: StepOutcome, finished_at: float | None = None) -> StepResult:
         """Step the learning-rate scheduler after an iteration, and collect this rank's values for the log line."""
         if outcome.was_updated:
             self._scheduler.step(increment=result.batch_size)
         self._session.replicas.after_step(self._progress.iteration)
-        result = replace(
-            result,
-            grad_norm=outcome.grad_norm,
-            num_zeros=outcome.num_zeros,
-            # As in Megatron-LM, this is the learning rate after the scheduler's step.
-            learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
-            loss_scale=self._optimizer.get_loss_scale().item(),
-            was_skipped=not outcome.was_updated,
-            was_rolled_back=outcome.was_amended,
-            num_redone_forwards=outcome.num_redone_forwards,
-            has_waited=outcome.has_waited,
-            finished_at=finished_at,
-        )
-        mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
         digest = None
         if self._numerics is not None:
             self._gather_parameters()
             digest = parameter_digest(self._model)
-        return UnloggedIteration(result, mean_step, digest)
+        return replace(
+            result,
+            outcome=outcome,
+            # As in Megatron-LM, this is the learning rate after the scheduler's step.
+            learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
+            loss_scale=self._optimizer.get_loss_scale().item(),
+            finished_at=finished_at,
+            mean_step=self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None,
+            parameter_digest=digest,
+        )
 
     def _log_unlogged(self) -> None:
         """Log the last complete iteration, unless it is logged already; a collective call."""
         if self._unlogged is None:
             return
-        unlogged, self._unlogged = self._unlogged, None
-        result = unlogged.result
-        if unlogged.mean_step is not None:
+        result, self._unlogged = self._unlogged, None
+        if result.mean_step is not None:
             assert self._zero_bubble is not None
-            measured = self._zero_bubble.measured_time(unlogged.mean_step)
+            measured = self._zero_bubble.measured_time(result.mean_step)
             result = replace(result, measured=measured, orders=self._zero_bubble.take_order_times())
         if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)
         if self._numerics is not None:
-            assert unlogged.parameter_digest is not None
-            self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
+            assert result.parameter_digest is not None
+            norm = result.outcome.grad_norm
+            self._numerics.write(self._progress.iteration, result.lm_loss, norm, result.parameter_digest)
 
     def _gather_parameters(self) -> None:
         """With `--overlap-param-gather`, gather the parameters now instead of during the next forward."""
@@ -288,10 +265,10 @@ class Trainer:
             self._log.record_validation(mean_loss(reports, _all_replicas()))
 
     def _pausing(self, action: Callable[[], None]) -> None:
+        """Validate and log the last optimizer step, and run `action`, which is not timed."""
         self._settle()
-        paused_at = self._log.pause()
-        action()
-        self._log.resume(paused_at)
+        with self._log.untimed():
+            action()
 
 
 def _all_replicas() -> dist.ProcessGroup:

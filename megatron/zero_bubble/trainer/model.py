@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model; the caller later splits the linear layers and wraps the stage in DDP.
+    """Build one stage of the model on this rank's device, before its linear layers are split and DDP wraps the stage.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -166,26 +167,19 @@ def build_stage(
         "pg_collection": groups,
     }
     if symbols is not None:
-        return _finished(build_hybrid_stage(args, vp_stage, symbols, first_layer, described))
-    layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
-    model = GPTModel(
-        transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
-        mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        vp_stage=vp_stage,
-        **described,
-    )
-    return _finished(model)
-
-
-def _finished(model: Any) -> Any:
-    """Move the built model to its device, and give parameters the attributes that megatron-core's optimizer reads.
-
-    With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding. `_finished` then removes the output layer's own weight, which megatron-core neither uses nor saves.
-    """
-    if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
+        model = build_hybrid_stage(args, vp_stage, symbols, first_layer, described)
+    else:
+        layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
+        model = GPTModel(
+            transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
+            mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            vp_stage=vp_stage,
+            **described,
+        )
+    if model.mtp_process and not embeds and model.share_embeddings_and_output_weights:
+        # The output layer uses the stage's copy of the embedding; megatron-core neither uses nor saves its own weight.
         model.output_layer.weight = None
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -203,15 +197,13 @@ value for the layer."""
 
 def layer_kinds(args: Arguments) -> list[int]:
     """Return the index of each layer's kind; the first layer has kind 0, and each new kind gets the next index."""
-    distinct = list(dict.fromkeys(_differences(args)))
-    return [distinct.index(layer) for layer in _differences(args)]
+    layers = _differences(args)
+    distinct = list(dict.fromkeys(layers))
+    return [distinct.index(layer) for layer in layers]
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return, for each layer, the properties in which the layers of a model may differ.
-
-    In a hybrid model, layers differ in their symbols only. In a GPT model, layers differ in the values that the flags
-    in `_PATTERNS` give to the layers.
+    """Return each layer's symbol in a hybrid model, or each layer's values of the flags in `_PATTERNS` in a GPT model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.
@@ -245,18 +237,14 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
 def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
     """Return the configuration of a one-stage model with one layer of each kind and without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
-    patterns = {}
+    patterns: dict[str, Any] = {}
     if args.hybrid_layer_pattern is None:
-        patterns = {
-            name: list(column)
-            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
-            if getattr(args, name) is not None
-        }
-    of_units = {
+        columns = zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+        patterns = {name: list(column) for name, column in columns if getattr(args, name) is not None}
+    of_units: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
         "pipeline_model_parallel_size": 1,
         "pipeline_model_parallel_layout": None,
     }
-    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
-    return transformer_config(unit_args, 1, None)
+    return transformer_config(replace(args, **of_units, **patterns, **keeping_everything(args)), 1, None)

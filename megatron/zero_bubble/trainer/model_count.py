@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -129,13 +129,18 @@ def count_model(args: Arguments) -> ModelCount:
     Raises:
         ValueError: megatron-core refuses the model.
     """
-    transformer_config(_plain(args).changed(_ALONE), 1, None)
+    transformer_config(replace(_plain(args), **_ALONE), 1, None)
     kinds = layer_kinds(args)
     units = [Unit(embeds=True), *(Unit(layer=kind) for kind in range(max(kinds) + 1)), Unit(is_last=True)]
-    with _place(args):
+    tensor = args.tensor_model_parallel_size
+    with on_meta_device(
+        tensor=tensor,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or tensor,
+    ):
         embedding, *layers, output = (_count(args, unit) for unit in units)
-    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    input_bytes = element_bytes(args) * rank_tokens(args) * args.hidden_size / split
+    input_bytes = element_bytes(args) * rank_tokens(args) * args.hidden_size / (tensor if args.sequence_parallel else 1)
     return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, input_bytes)
 
 
@@ -146,10 +151,8 @@ def flops_of_sequence(args: Arguments) -> float:
     query and key that the attention mask allows. A causal mask without a window allows half of all pairs of query and
     key. Recomputation adds no operations to the count.
     """
-    fused = args.changed(
-        {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
-    )
-    return 3 * sum(unit.flops.f for unit in count_model(fused).units)
+    fused: dict[str, Any] = {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True}
+    return 3 * sum(unit.flops.f for unit in count_model(replace(args, **fused, **_ALONE)).units)
 
 
 def attention_kernel(args: Arguments) -> AttentionKernel:
@@ -175,33 +178,18 @@ def rank_tokens(args: Arguments) -> int:
     return args.micro_batch_size * args.seq_length // args.context_parallel_size
 
 
-def _place(args: Arguments) -> Any:
-    tensor = args.tensor_model_parallel_size
-    return on_meta_device(
-        tensor=tensor,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or tensor,
-    )
-
-
 def _plain(args: Arguments) -> Arguments:
     """Return flags with which the same model is built from local layers, whose operations can be counted."""
-    is_engine = args.transformer_impl == "transformer_engine"
-    return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
-
-
-def _build(args: Arguments, unit: Unit) -> Any:
-    plain = _plain(args)
-    config = unit_config(plain, unit)
-    config.use_cpu_initialization = config.gradient_accumulation_fusion = False
-    config.bias_activation_fusion = fuses_activation(args)
-    model = build_unit(plain, config, unit)
-    return model.to(config.params_dtype)  # as Float16Module does
+    backend = "local" if args.transformer_impl == "transformer_engine" else args.attention_backend
+    return replace(args, **{"attention_backend": backend, **_PLAIN})
 
 
 def _count(args: Arguments, unit: Unit) -> UnitCount:
-    model, store = _build(args, unit), WeightGradStore()
+    plain, store = _plain(args), WeightGradStore()
+    config = unit_config(plain, unit)
+    config.use_cpu_initialization = config.gradient_accumulation_fusion = False
+    config.bias_activation_fusion = fuses_activation(args)
+    model = build_unit(plain, config, unit).to(config.params_dtype)  # as Float16Module does
     count_as_kernels(model, attention_kernel(args))
     parameters = _parameters(model)
     whole, further = _whole_parameters(args, model)
@@ -242,7 +230,7 @@ def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
     inputs = {"input_ids": numbers, "position_ids": numbers, "attention_mask": mask}
     if model.post_process:
         inputs["labels"] = numbers
-    if model.post_process and args.mtp_num_layers is not None:
+    if model.mtp_process:
         inputs["loss_mask"] = torch.ones(batch, tokens)
     return inputs
 
@@ -254,7 +242,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Return a unit's distinct parameters on all ranks: (number outside, number inside of multi-token prediction)."""
+    """Return a unit's numbers of distinct parameters on all ranks, outside and inside of multi-token prediction."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

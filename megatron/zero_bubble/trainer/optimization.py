@@ -16,7 +16,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
-from megatron.zero_bubble.trainer.defaults import learning_rate_steps
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -44,32 +43,27 @@ def wrap_in_ddp(
     """Wrap a rank's model chunks in megatron-core's DDP, or in FSDP2 with `--use-torch-fsdp2`.
 
     Args:
-        defers_weights: whether the chunks' linear layers are split, so that W is deferred.
+        defers_weights: whether the backward of the chunks' linear layers is split into B and W.
 
     Raises:
         ValueError: a parameter cannot be sharded.
     """
     if args.use_torch_fsdp2:
-        return [_fully_sharded(args, config, chunk) for chunk in chunks]
+        options: dict[str, Any] = {
+            "keeps_parameters": args.torch_fsdp2_no_reshard_after_forward,
+            "reduces_every_microbatch": args.zero_bubble_reduce_every_microbatch,
+            "gradient_dtype": torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
+        }
+        try:
+            return [FullyShardedChunk(config, chunk, **options) for chunk in chunks]
+        except ValueError as error:
+            raise ValueError(f"--use-torch-fsdp2: {error}") from error
     # As in Megatron-LM, the first chunk's gradients are divided into buckets; every other chunk has one bucket.
     ddp_config = _ddp_config(args, defers_weights)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-
-
-def _fully_sharded(args: Arguments, config: TransformerConfig, chunk: torch.nn.Module) -> FullyShardedChunk:
-    try:
-        return FullyShardedChunk(
-            config,
-            chunk,
-            keeps_parameters=args.torch_fsdp2_no_reshard_after_forward,
-            reduces_every_microbatch=args.zero_bubble_reduce_every_microbatch,
-            gradient_dtype=torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
-        )
-    except ValueError as error:
-        raise ValueError(f"--use-torch-fsdp2: {error}") from error
 
 
 def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
@@ -102,18 +96,20 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the scheduler of the learning rate's warm-up and decay; as in Megatron-LM, the scheduler counts samples."""
-    steps = learning_rate_steps(args)
+    batch, train_iters = args.global_batch_size, args.train_iters
+    decay_steps = (args.lr_decay_iters or train_iters) * batch
+    fraction = args.lr_warmup_fraction
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=steps.warmup,
-        lr_decay_steps=steps.decay,
+        lr_warmup_steps=args.lr_warmup_iters * batch if fraction is None else fraction * decay_steps,
+        lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=steps.weight_decay,
+        wd_incr_steps=train_iters * batch,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,

@@ -30,27 +30,19 @@ def check_output(args: Arguments) -> None:
         raise ValueError(
             f"--save {args.save}: megatron-core writes checkpoints only where the package psutil is installed"
         )
-    for name in _FOLDERS:
-        folder = getattr(args, name)
-        if folder is not None:
-            existing = _nearest_existing(Path(folder))
-            if not existing.is_dir():
-                raise ValueError(f"{flag_name(name)} {folder}: {existing} is not a folder")
-            _check_writable(f"{flag_name(name)} {folder}", existing)
-    for name in _FILES:
+    for name in (*_FOLDERS, *_FILES):
         value = getattr(args, name)
-        if value is not None:
-            file = Path(value).absolute()
-            if not file.parent.is_dir():
-                raise ValueError(f"{flag_name(name)} {value}: its folder does not exist")
-            if file.is_dir():
-                raise ValueError(f"{flag_name(name)} {value} is a folder; name a file")
-            _check_writable(f"{flag_name(name)} {value}", _nearest_existing(file))
-
-
-def _nearest_existing(path: Path) -> Path:
-    """Return `path` if `path` exists, otherwise the nearest file or folder above `path` that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+        if value is None:
+            continue
+        given, path = f"{flag_name(name)} {value}", Path(value).absolute()
+        existing = next(place for place in (path, *path.parents) if os.path.exists(place))
+        if name in _FOLDERS and not existing.is_dir():
+            raise ValueError(f"{given}: {existing} is not a folder")
+        if name in _FILES and not path.parent.is_dir():
+            raise ValueError(f"{given}: its folder does not exist")
+        if name in _FILES and path.is_dir():
+            raise ValueError(f"{given} is a folder; name a file")
+        _check_writable(given, existing)
 
 
 def _check_writable(flag: str, place: Path) -> None:

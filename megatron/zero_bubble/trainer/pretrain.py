@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.model_units import release
 from megatron.zero_bubble.session.features import check_shards
@@ -20,7 +20,7 @@ from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
-from megatron.zero_bubble.trainer.data import build_datasets, reads_data
+from megatron.zero_bubble.trainer.data import build_datasets, needed_tensors
 from megatron.zero_bubble.trainer.data_config import check_data, check_rest
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
@@ -106,16 +106,9 @@ def open_data(
     Raises:
         ValueError: the data cannot be read, or too little data is left after the iterations before the checkpoint.
     """
-    reads = [
-        reads_data(
-            args,
-            embeds=get_attr_wrapped_model(chunk, "pre_process"),
-            is_last=get_attr_wrapped_model(chunk, "post_process"),
-        )
-        for chunk in state.model
-    ]
+    stages, progress = [unwrap_model(chunk) for chunk in state.model], state.progress
+    reads = [bool(needed_tensors(args, embeds=stage.pre_process, is_last=stage.post_process)) for stage in stages]
     datasets = build_datasets(args, tokenizer, any(reads), print_rank_0)
-    progress = state.progress
     used = (progress.consumed_train_samples, progress.consumed_valid_samples)
     check_rest(args, datasets.num_samples, progress.iteration, used)
     has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
@@ -124,11 +117,8 @@ def open_data(
     place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
 
     def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
-        iterators: list[DataIterator] = []
-        for read in reads:
-            iterator = build_data_iterator(split, args, consumed_samples, *place) if read else None
-            iterators.append(None if iterator is None else resources.enter_context(iterator))
-        return iterators
+        built = (build_data_iterator(split, args, consumed_samples, *place) if read else None for read in reads)
+        return [None if iterator is None else resources.enter_context(iterator) for iterator in built]
 
     return TrainingData(
         open_split(datasets.train, progress.consumed_train_samples),

@@ -1,4 +1,4 @@
-"""Records a training: the exact values of every iteration for `--log-numerics`, and a summary line at the end."""
+"""Writes the exact values of every iteration for `--log-numerics`, and summarises a training in one line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file. A resumed run removes the lines of iterations after `iteration`, and an incomplete line
-            of a killed run. A resumed run then ends with the same file as an uninterrupted run.
+        path: path of the file, from which a resumed run removes the lines of iterations after `iteration` and the
+            incomplete line of a killed run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
@@ -51,7 +51,6 @@ class NumericsLog:
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
         self._path = Path(path)
         self._log_rank = log_rank
-        self._writes = dist.get_rank() == log_rank
         self._on_log_rank(lambda: self._drop_lines_after(iteration))
 
     def _on_log_rank(self, write: Callable[[], None]) -> None:
@@ -84,7 +83,7 @@ class NumericsLog:
             lm_loss: the loss, on the rank that has computed the loss; None on other ranks.
             digest: the `parameter_digest` of this rank after the iteration's step.
         """
-        digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
+        digests: list[str] | None = [""] * dist.get_world_size() if dist.get_rank() == self._log_rank else None
         dist.gather_object(digest, digests, dst=self._log_rank)
         entry = {
             "iteration": iteration,
@@ -92,18 +91,16 @@ class NumericsLog:
             "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
             "parameters": digests,
         }
-        self._on_log_rank(lambda: self._append(json.dumps(entry) + "\n"))
 
-    def _append(self, line: str) -> None:
-        with open(self._path, "a") as file:
-            file.write(line)
+        def append() -> None:
+            with open(self._path, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+        self._on_log_rank(append)
 
 
 def _iteration_of(line: str) -> float | None:
-    """Return the iteration of a line in the file; None for a line that `NumericsLog` did not write.
-
-    For the incomplete line of a killed run, `_iteration_of` returns infinity.
-    """
+    """Return the iteration of a line; infinity for an incomplete line; None for a line of another program."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
@@ -122,8 +119,10 @@ class RunSummary:
 
     def __init__(self) -> None:
         self.line: str | None = None
-        self._predicted: Idle | None = None
-        self._first = self._iterations = 0
+        self._reset(None, 0)
+
+    def _reset(self, predicted: Idle | None, first: int) -> None:
+        self._predicted, self._first, self._iterations = predicted, first, 0
         self._milliseconds = self._in_pipeline = self._bubble = 0.0
 
     def record(
@@ -134,12 +133,11 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line about `num_iterations` iterations up to `iteration`, of `milliseconds` each on average."""
+        """Add the values of a log line about `num_iterations` iterations that took `milliseconds` each on average."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:
-            self._predicted, self._first, self._iterations = prediction.idle, iteration + 1, 0
-            self._milliseconds = self._in_pipeline = self._bubble = 0.0
+            self._reset(prediction.idle, iteration + 1)
             return
         self._iterations += num_iterations
         self._milliseconds += num_iterations * milliseconds

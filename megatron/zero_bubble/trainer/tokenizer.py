@@ -1,9 +1,8 @@
 """Loads tokenizers from local files, with the interface that megatron-core's datasets use.
 
-megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. The tokenizers
-of this module use only the `tokenizers` library and read only local files, so that every rank of an offline cluster
-gets the same tokenizer. megatron-core's tokenizers are not imported, because importing `transformers` takes seconds on
-every rank.
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. Importing
+`transformers` also takes seconds on every rank. The tokenizers of this module use only the `tokenizers` library and
+read only local files, so that every rank of an offline cluster gets the same tokenizer.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
 END_OF_DOCUMENT_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|endofdocument|>",
-    "</s>",
-    "<eos>",
-    "<EOD>",
-    "<eod>",
-    "[EOS]",
+    *("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>"),
+    *("<eos>", "<EOD>", "<eod>", "[EOS]"),
 )
 """Candidates, in order, for the end-of-document token of a tokenizer whose configuration names no such token."""
 
@@ -54,13 +48,10 @@ class LocalTokenizer(MegatronTokenizerBase):
 
     def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
         super().__init__(path, {"library": library})
-        self._vocab, self._eod = vocab, eod
-        # Token ids may have gaps, and the embedding needs a row for the largest id.
-        self._vocab_size = max(vocab.values()) + 1
-        self._digest = hashlib.sha256(content).hexdigest()
+        self._vocab, self._eod, self._digest = vocab, eod, hashlib.sha256(content).hexdigest()
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text. A subclass may encode the texts in parallel."""
+        """Return the token ids of every text; a subclass may encode the texts in parallel."""
         return [self.tokenize(text) for text in texts]
 
     def apply_chat_template(self, *args: object, **kwargs: object) -> str:
@@ -70,10 +61,10 @@ class LocalTokenizer(MegatronTokenizerBase):
     def vocab(self) -> dict[str, int]:
         return self._vocab
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Largest token id + 1."""
-        return self._vocab_size
+        """Largest token id + 1, because token ids may have gaps, and the embedding needs a row for the largest id."""
+        return max(self._vocab.values()) + 1
 
     @property
     def eod(self) -> int:
@@ -81,7 +72,7 @@ class LocalTokenizer(MegatronTokenizerBase):
         return self._eod
 
     @property
-    def unique_identifiers(self) -> OrderedDict[str, Any]:
+    def unique_identifiers(self) -> OrderedDict[str, str]:
         """The key of this tokenizer in a dataset's cache."""
         return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
 
@@ -126,7 +117,11 @@ class NullTokenizer(LocalTokenizer):
 
 
 def load_tokenizer(args: Arguments) -> LocalTokenizer:
-    """Load the tokenizer that the flags name. Raises `ValueError` if the tokenizer cannot be read."""
+    """Load the tokenizer that the flags name.
+
+    Raises:
+        ValueError: a flag is missing or a file cannot be read.
+    """
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
 
@@ -140,18 +135,21 @@ def build_tokenizer(
 ) -> LocalTokenizer:
     """Build a tokenizer; the arguments have the names and meanings of Megatron-LM's flags.
 
-    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder that contains it. With a folder, the
-      end-of-document token is the `eos_token` of the folder's tokenizer_config.json, if this file has one.
-    - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
-    - `NullTokenizer`: a text is integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
+    Args:
+        tokenizer_type: one of `TOKENIZER_TYPES`.
+        tokenizer_model: for `HuggingFaceTokenizer`, a tokenizer.json or a folder with a tokenizer.json. In a folder,
+            tokenizer_config.json may name the end-of-document token as `eos_token`.
+        vocab_size: for `NullTokenizer`, the number of tokens; for other types, a number to compare with the vocabulary.
+        vocab_file: for `GPT2BPETokenizer`, a vocab.json.
+        merge_file: for `GPT2BPETokenizer`, a merges.txt.
 
-    If a flag is missing or a file cannot be used, `build_tokenizer` raises a one-line `ValueError` that names the flag.
+    Raises:
+        ValueError: a flag is missing or a file cannot be used; the message is one line that names the flag.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
         return NullTokenizer(vocab_size)
-    tokenizer: LocalTokenizer
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = _from_tokenizer_json(tokenizer_model)
     elif tokenizer_type == "GPT2BPETokenizer":
@@ -195,7 +193,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Return the `eos_token` that the folder's tokenizer_config.json gives as a string or as an object's `content`."""
+    """Return the `eos_token` of the folder's tokenizer_config.json, a string or an object with a string `content`."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
@@ -210,13 +208,12 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{flag} {file}: no such file")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from tokenizers import decoders as tokenizer_decoders
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     with _reading(f"--vocab-file {vocab_file} --merge-file {merge_file}"):
         tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizer_decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     eod = END_OF_DOCUMENT_TOKENS[0]
     if eod not in tokenizer.get_vocab():
         raise ValueError(f"--vocab-file {vocab_file}: the vocabulary does not hold {eod}")

@@ -47,13 +47,11 @@ FAULTS = (
     Fault(
         name="v-keeps-the-running-stage",
         file="launcher/script_stages.py",
-        old="""        self._running = stage
-        try:
-            yield
-        finally:
-            self._running = None""",
-        new="""        self._running = stage
-        yield""",
+        old="""            try:
+                return forward_step(data_iterator, model, *more, **options)
+            finally:
+                self._running = None""",
+        new="            return forward_step(data_iterator, model, *more, **options)",
         effect=(
             "In a V, the script asks for its stage after a step and gets that of the last microbatch, so that "
             "losses or data are missing on a rank."
@@ -77,8 +75,8 @@ FAULTS = (
     Fault(
         name="chunks-added-beside-a-layout",
         file="launcher/command_line.py",
-        old="    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, *_PATTERNS, _LAYOUT)):",
-        new="    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, *_PATTERNS)):",
+        old="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS, *PATTERNS))):",
+        new="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS[:2], *PATTERNS))):",
         effect=(
             "A script with its own --pipeline-model-parallel-layout and a schedule of several chunks gets a "
             "second flag for the chunks, which Megatron-LM refuses."

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         name="sampler-begins-anew",
         file="trainer/data_loader.py",
-        old="        for start in range(self.consumed_samples, self.total_samples",
-        new="        for start in range(0, self.total_samples",
+        old="    for start in range(consumed_samples, total_samples",
+        new="    for start in range(0, total_samples",
         effect="A resumed run reads its data from the beginning again.",
     ),
     Fault(

@@ -104,7 +104,7 @@ class EstimatedJob:
 
     def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
         """Return the job with other training flags; `changed` maps names of flags to their new values."""
-        args = self.args.changed(changed)
+        args = replace(self.args, **changed)
         count = count_model(args) if changed.keys() & {*RECOMPUTATION} else self.count
         return replace(self, args=args, flags=replace(self.flags, **changed), count=count)
 
