@@ -61,9 +61,9 @@ def _layers(text: str) -> tuple[int, ...]:
 class PlanFlags(TableFlags):
     """the model and the pipeline"""
 
-    costs: Path = flag("JSON file with the costs of the model's units; required", None, parse=Path, metavar="FILE")
-    pipeline_size: int = flag("pipeline ranks; required", None, parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
+    costs: Path = flag("JSON file with the costs of the model's units; required")
+    pipeline_size: int = flag("pipeline ranks; required", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration; required", parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
         "memory limit of a rank: a multiple (1.5) of the activations of 1F1B, or interleaved 1F1B, on Megatron's split "
         "or your own layout, added to the fullest rank's states; or bytes (40GiB) for states and activations; or auto "
@@ -73,15 +73,14 @@ class PlanFlags(TableFlags):
         metavar="L",
     )
     placement: PlacementKind | None = flag(
-        "placement of the stages on ranks (default: the fastest)", None, parse=str, choices=get_args(PlacementKind)
+        "placement of the stages on ranks (default: the fastest)", parse=str, choices=get_args(PlacementKind)
     )
     num_chunks: int | None = flag(
-        "model chunks per rank (default: the fastest number)", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+        "model chunks per rank (default: the fastest number)", parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     recompute: str | None = flag(
         "none: keep all activations; full: recompute all layers; planned: recompute as much as the memory limit "
         "requires (default: the faster of none and planned)",
-        None,
         choices=[recompute.value for recompute in Recompute],
     )
     vocabulary_parallel: str = flag(
@@ -91,13 +90,11 @@ class PlanFlags(TableFlags):
     own_layers: tuple[int, ...] | None = flag(
         "layers of each stage of your own layout, in model order, such as 9,8,8,7; several stages per rank are "
         "interleaved, unless --own-placement is v",
-        None,
         parse=_layers,
         metavar="N,...",
     )
     own_placement: PlacementKind | None = flag(
         "placement of the stages of your own layout (default: linear or interleaved, as in Megatron)",
-        None,
         parse=str,
         choices=get_args(PlacementKind),
     )

@@ -92,20 +92,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     pipeline_size: int = flag(
         "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",
-        None,
         parse=at_least(2),
         metavar="P",
     )
-    num_microbatches: int = flag(
-        "microbatches of an iteration, with --pipeline-size", None, parse=at_least(1), metavar="M"
-    )
+    num_microbatches: int = flag("microbatches of an iteration, with --pipeline-size", parse=at_least(1), metavar="M")
     schedule: list[str] | None = flag(
         "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; may be "
         "repeated; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)}; without --pipeline-size --zero-bubble)",
-        None,
         parse=_schedule,
-        repeat=True,
+        action="append",
         metavar="NAME",
     )
     rounds: int = _count_flag("number of trainings of every schedule", 5)
@@ -119,18 +115,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
     timeout: int = _count_flag("largest duration of a training in seconds", 600)
     baseline_flags: list[str] | None = flag(
-        "flags only for the training under megatron-core's 1F1B, in quotes", None, parse=_quoted_words, metavar="FLAGS"
+        "flags only for the training under megatron-core's 1F1B, in quotes", parse=_quoted_words, metavar="FLAGS"
     )
     launch: list[str] | None = flag(
         "command that starts a program on all ranks (default: torchrun on this machine)",
-        None,
         parse=_quoted_words,
         metavar="COMMAND",
     )
     world_size: int | None = flag(
         "number of ranks that --launch starts (default: --pipeline-size; without --pipeline-size, the ranks of as many "
         "replicas as this machine has GPUs for, at least one)",
-        None,
         parse=at_least(2),
         metavar="N",
     )

@@ -123,9 +123,7 @@ class ReplicasFlags(CommandFlags):
 class StragglerFlags(ReplicasFlags, TableFlags):
     """output"""
 
-    timeline: Path | None = flag(
-        "draw the first steps of synchronous and hierarchical SGD", None, parse=Path, metavar="FILE.svg"
-    )
+    timeline: Path | None = flag("draw the first steps of synchronous and hierarchical SGD", metavar="FILE.svg")
 
 
 def estimate_stragglers(argv: Sequence[str]) -> None:

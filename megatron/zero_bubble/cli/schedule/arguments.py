@@ -44,13 +44,11 @@ FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv":
 class SourceFlags(ScheduleFlags, LimitFlags):
     """the schedule"""
 
-    schedule: str | None = flag(f"one of {', '.join(names())}", None, metavar="NAME")
-    input: Path | None = flag(
-        "read the schedule from FILE: JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE"
-    )
+    schedule: str | None = flag(f"one of {', '.join(names())}", metavar="NAME")
+    input: Path | None = flag("read the schedule from FILE: JSON, CSV or PyTorch's CSV")
     # The sizes of a schedule in a file are known; without a file, `__post_init__` requires both flags.
-    pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
+    pipeline_size: int = flag("pipeline ranks, with --schedule", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration, with --schedule", parse=at_least(1), metavar="M")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +71,6 @@ class QueueFlags(CommandFlags):
     hardware_queues: str | None = flag(
         "simulate NCCL's streams on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many "
         "(default: messages never wait for a stream)",
-        None,
         choices=[queues.value for queues in HardwareQueues],
     )
 
@@ -130,9 +127,7 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
     """format"""
 
     format: str | None = flag(
-        "output format (default: by the suffix of --output, else grid)",
-        None,
-        choices=("grid", "json", "csv", "pytorch"),
+        "output format (default: by the suffix of --output, else grid)", choices=("grid", "json", "csv", "pytorch")
     )
     lower: bool = flag("add sends and receives (formats json and pytorch)", False)
 
@@ -160,7 +155,7 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
     """the schedules"""
 
     schedule: list[str] | None = flag(
-        "schedule to compare; may be repeated (default: all)", None, repeat=True, metavar="NAME"
+        "schedule to compare; may be repeated (default: all)", action="append", metavar="NAME"
     )
 
 
@@ -168,12 +163,9 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
 class DrawFlags(SimulationFlags):
     """the picture"""
 
-    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required", None, parse=Path, metavar="FILE")
+    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required")
     width: int | None = flag(
-        "width of an SVG or HTML page (default: by its contents)",
-        None,
-        parse=at_least(200, MAX_WIDTH),
-        metavar="PIXELS",
+        "width of an SVG or HTML page (default: by its contents)", parse=at_least(200, MAX_WIDTH), metavar="PIXELS"
     )
 
     def __post_init__(self) -> None:
@@ -196,7 +188,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     """the curves"""
 
     schedule: list[str] | None = flag(
-        "schedule to plan; may be repeated (default: auto)", None, repeat=True, metavar="NAME"
+        "schedule to plan; may be repeated (default: auto)", action="append", metavar="NAME"
     )
     from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute or --dial 0.125)")
     to: float = _limit(2.5, "largest memory limit")
@@ -206,9 +198,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         "activations to the host, or may do both",
         False,
     )
-    output: Path | None = flag(
-        "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
-    )
+    output: Path | None = flag("write to FILE instead of printing; with suffix .svg: plot there and print")
 
     draws = True
 
