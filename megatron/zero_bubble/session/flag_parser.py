@@ -29,8 +29,8 @@ def flag(
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
             the field determines the conversion.
-        options: further arguments of argparse's `add_argument`, such as `choices`, `nargs` and `metavar`; an option that
-            is None is left out. With `action="append"`, the user may repeat the flag, and the field is a list.
+        options: further arguments of argparse's `add_argument`, such as `choices`, `nargs` and `metavar`; options that
+            are None are left out. With `action="append"`, the user may repeat the flag, and the field is a list.
     """
     given = {name: value for name, value in options.items() if value is not None}
     metadata = {"help": help, "names": tuple(names), "parse": parse, **given}

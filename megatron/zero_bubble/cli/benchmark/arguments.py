@@ -35,15 +35,12 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide command-line words into the flags that `names` and `prefix` do not select, and the selected flags.
+    """Split a command line into two command lines: one without and one with the flags that are selected.
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of the flags to select.
-        prefix: prefix of the names of further flags to select.
-
-    Returns:
-        Two lists, both with flags and the flags' values: the flags that are not selected, and the selected flags.
+        names: names of the selected flags.
+        prefix: selects all flags whose names begin with this prefix, too.
     """
     others: list[str] = []
     named: list[str] = []
@@ -152,13 +149,10 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                     )
 
     def of_named_schedules(self) -> BenchmarkFlags:
-        """Prepare the flags of a benchmark with --pipeline-size, whose 1F1B baseline trains without zero-bubble flags.
-
-        Returns:
-            The same flags, with the zero-bubble flags moved from `training_flags` to `schedule_flags`.
+        """Return these flags with all zero-bubble flags moved from `training_flags` to `schedule_flags`.
 
         Raises:
-            ValueError: a flag after `--` contradicts the sizes or the schedules that the benchmark was given.
+            ValueError: a flag after `--` sets a size or a schedule that the benchmark itself sets.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
@@ -175,7 +169,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command-line words after `launcher`, which name the program that trains on each rank."""
+        """Command-line words that name the training program; they follow the words of `launcher`."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property

@@ -47,7 +47,12 @@ class ClusterFlags(CommandFlags):
         metavar="SIZE",
     )
     device_tflops: float = _number("peak speed of one device in the training's precision, in TFLOP/s (A100: 312)", 312)
-    mfu: float = _number("fraction of the peak speed that layers reach; --profile has measured times", 0.45)
+    mfu: float = flag(
+        "fraction of the peak speed that layers reach; --profile has measured times",
+        0.45,
+        parse=one_number(above=0, at_most=1),
+        metavar="X",
+    )
     interconnect_bandwidth: float = _number(
         "speed of a message to another device, in GB/s (one 200 Gbit/s link: 25)", 25
     )
@@ -62,11 +67,6 @@ class ClusterFlags(CommandFlags):
     interconnect_latency: float = flag(
         "time of an empty message, in microseconds", 20, parse=one_number(at_least=0), metavar="X"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mfu > 1:
-            raise ValueError(f"argument --mfu: must not be above 1, got {self.mfu:g}")
 
     @property
     def flops(self) -> float:

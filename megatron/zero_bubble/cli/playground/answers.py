@@ -45,7 +45,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
     If `is_draft` is set, the schedule is planned with little search effort.
     """
     flags = _flags(words)
-    figures = figures_of_source(flags, 0 if is_draft else EFFORT)
+    figures = figures_of_source(flags, effort=0 if is_draft else EFFORT)
     return picture_of(figures, flags.recomputation, _time_unit(flags))
 
 

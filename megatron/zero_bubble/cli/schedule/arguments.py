@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.cli.invocation import at_least, numbers, positive
@@ -36,7 +35,7 @@ _NOT_WITH_INPUT = (
 )
 
 
-FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"})
+FORMATS = {"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"}
 """Suffix of a file name -> the format in which `generate` writes a schedule to the file."""
 
 
@@ -115,11 +114,6 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
     def relative_lengths(self) -> tuple[float, ...]:
         """The microbatch lengths from --lengths, divided by their mean."""
         return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
-
-
-@dataclass(frozen=True)
-class ListFlags(ResultFlags):
-    """output"""
 
 
 @dataclass(frozen=True)
@@ -204,15 +198,13 @@ class CurveFlags(ScheduleFlags, ResultFlags):
 
     @property
     def first(self) -> float:
-        """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
+        """The curve's smallest memory limit, in units of 1F1B's peak memory.
 
-        By default, the smallest memory limit is 0.5 times 1F1B's peak memory. If plans may recompute activations, or if
-        --dial is given, the default limit is 0.125 times 1F1B's peak memory, because plans that recompute activations
-        or copy activations to the host need less memory.
+        Plans that recompute activations, or copy activations to the host, need less memory than other plans, and so
+        their default is smaller.
         """
-        if self.from_ is not None:
-            return self.from_
-        return 0.5 if self.recomputation is Recompute.NONE and not self.dial else 0.125
+        keeps_everything = self.recomputation is Recompute.NONE and not self.dial
+        return self.from_ or (0.5 if keeps_everything else 0.125)
 
     def __post_init__(self) -> None:
         super().__post_init__()

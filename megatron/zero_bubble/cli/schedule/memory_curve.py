@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.cli.output import deliver, percent, table
@@ -21,27 +20,19 @@ from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "keep": {},
-        "drop": {"recompute": "planned"},
-        "offload": {"offload": "auto"},
-        "both": {"recompute": "planned", "offload": "auto"},
-    }
-)
-"""Name of a curve of --dial -> the flags of its plans.
-
-The plans of the four curves keep all activations, recompute activations, copy activations to the host, or both
-recompute and copy.
-"""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "keep": {},
+    "drop": {"recompute": "planned"},
+    "offload": {"offload": "auto"},
+    "both": {"recompute": "planned", "offload": "auto"},
+}
+"""Name of a curve of --dial -> the flags of its plans, which keep, recompute or copy activations."""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest time that the plot of --dial shows, divided by the time of the fastest plan that keeps all activations. The
-plot leaves out longer times, because in a plot with longer times, readers could not distinguish short times."""
+"""Largest time in the plot of --dial, divided by the time of the fastest plan that keeps all activations."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory for which the printed text has times. For each share, the printed text has the
-times of plans under the largest memory limit that does not exceed this share of the fastest plan's memory."""
+"""Shares of the fastest plan's memory for which the printed text has times."""
 
 
 @dataclass(frozen=True)
