@@ -134,7 +134,7 @@ THROUGH_HOST_MEMORY = ("PP2 x TP2", "PP2 x DP2, overlapped")
 def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...], tmp_path, monkeypatch):
     """With the layout of the command each training of the matrix runs over gloo once."""
     monkeypatch.setattr(RankStart, "run", run_on_forked_ranks)
-    monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend, False)], {}))
+    monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend)], {}))
     trainings = [cell for cell in cells("tiny", tmp_path) if cell.layout in layouts]
     found = RankCheck(False, [], tmp_path, Limits(60.0), print).run(trainings)
     verdicts = [(result.layout, result.cell, result.verdict) for result in found.results]
@@ -247,11 +247,11 @@ def test_nothing_equals_a_reference_that_failed(tmp_path, monkeypatch):
 def test_ranks_share_the_first_device_and_have_what_nccl_needs_for_that(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    nccl, one_queue = Backend("nccl", True).environment(), Backend("nccl", True, one_queue=True).environment()
+    nccl, one_queue = Backend("nccl").environment(), Backend("nccl", one_queue=True).environment()
     assert nccl["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert nccl["NCCL_MAX_CTAS"] == "8", "what the user has set"
     assert (nccl["CUDA_DEVICE_MAX_CONNECTIONS"], one_queue["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("32", "1")
-    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in Backend("host", True).environment()
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in Backend("host").environment()
 
 
 RANK = """
@@ -287,7 +287,7 @@ def start(tmp_path):
 
     def start(trainings: dict[str, Any], limits: Limits) -> dict[str, Ended]:
         (tmp_path / "jobs").mkdir()
-        ranks = RankStart(Backend("gloo", False), 2, [package], tmp_path / "jobs", limits, "fake_rank")
+        ranks = RankStart(Backend("gloo"), 2, [package], tmp_path / "jobs", limits, "fake_rank")
         return ranks.run(trainings)
 
     return start

@@ -90,7 +90,7 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag --host-bandwidth; `of` names, for its help text, the flag that --host-bandwidth requires."""
+    """Return the flag --host-bandwidth; its help text names the flag `of`, which --host-bandwidth requires."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
         "this speed instead of a measurement",
@@ -160,10 +160,10 @@ class CostFlags(CommandFlags):
         return not self.no_overlap_communication
 
     @property
-    def has_times(self) -> bool:
-        """Whether flags give times in milliseconds; if not, the unit of time is the time of one F."""
+    def time_unit(self) -> str:
+        """The unit of a schedule's times: milliseconds or, if the flags give no times, the time of one F."""
         names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
-        return any(getattr(self, name) is not None for name in names)
+        return "F" if all(getattr(self, name) is None for name in names) else "ms"
 
 
 @dataclass(frozen=True)

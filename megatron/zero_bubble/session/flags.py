@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.zero_bubble.session.aliases import check_window, pending_backwards
@@ -201,19 +201,13 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that would have no effect, because another flag, which it needs, is missing."""
-    of_a_schedule = (
-        *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
-        *("strict", "no_strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
-        *("offload",),
-        *("keep_layout", "placement", "vocabulary_parallel", "unit_costs_output", "microbatch_order"),
-    )
-    for name in of_a_schedule:
-        # The default of the replan threshold is 0, which equals False.
-        if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
-            given = limit_flag(flags).split()[0] if name == "memory_limit" else flag_name(f"zero_bubble_{name}")
+    """Raise `ValueError` for a flag that has no effect, because the flags lack another flag that this flag needs."""
+    rollback = ("zero_bubble_rollback", "zero_bubble_rollback_on_host")
+    for entry in fields(ZeroBubbleFlags) if not flags.asks_for_schedule else ():
+        if entry.name not in (*rollback, "zero_bubble_seed_by_layer") and getattr(flags, entry.name) != entry.default:
+            given = limit_flag(flags).split()[0] if entry.name == "zero_bubble_memory_limit" else flag_name(entry.name)
             raise ValueError(f"{given} needs --zero-bubble or --zero-bubble-schedule")
-    for name in ("zero_bubble_rollback", "zero_bubble_rollback_on_host"):
+    for name in rollback:
         if not flags.zero_bubble_post_validation and getattr(flags, name):
             raise ValueError(f"{flag_name(name)} needs --zero-bubble-post-validation")
 
@@ -227,9 +221,8 @@ def limit_flag(flags: ZeroBubbleFlags) -> str:
 
 def flags_text(flags: Mapping[str, Any]) -> str:
     """The text of `flags` for a command line; flags whose value is None are left out."""
-    given = {flag_name(name): value for name, value in flags.items() if value is not None}
     words = []
-    for name, value in given.items():
+    for name, value in {flag_name(name): value for name, value in flags.items() if value is not None}.items():
         # A value that begins with - would be read as another flag after a space.
         separator = "=" if str(value).startswith("-") else " "
         words.append(name if value is True else f"{name}{separator}{shlex.quote(str(value))}")

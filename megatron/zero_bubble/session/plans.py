@@ -51,10 +51,9 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
             _check_group_size(flags, plan)
             if flags.rank == 0:
                 plan = replace(plan, watch=announced)
-            limit = _limit_before_measuring(flags, plan.placement)
             return plan.requesting(
                 costs=_costs_before_measuring(flags, plan.placement),
-                memory_limit=limit,
+                memory_limit=_limit_before_measuring(flags, plan.placement),
                 group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
                 takes_makespan=name == "auto",  # named schedules keep their published orders
@@ -153,7 +152,9 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
 
 def check_number(flags: JobFlags, plan: RunSchedules) -> None:
     """Raise `ValueError` if the run has so many microbatches that planning its schedules would take minutes."""
-    microbatches, stages = _all_microbatches(flags), plan.placement.num_stages
+    sizes, stages = flags.batch_sizes, plan.placement.num_stages
+    # The formula of an arithmetic series, because adding up a long range takes too much time.
+    microbatches = len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
     most = MAX_OPERATIONS // (3 * stages)
     if plan.given is None and microbatches > most:
         given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
@@ -162,13 +163,6 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
             given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
             many = f"iterations of every size, {many} in all,"
         raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
-
-
-def _all_microbatches(flags: JobFlags) -> int:
-    """Number of microbatches of an iteration on one data-parallel rank, summed over all batch sizes of the run."""
-    sizes = flags.batch_sizes
-    # The formula of an arithmetic series, because adding up a long range takes too much time.
-    return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
@@ -219,20 +213,16 @@ _ASSUMED_EXCHANGE = 0.3
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of stages, for plans without measured costs.
+    """Default costs of stages, for plans without measured costs; None if such plans need no costs.
 
-    There are default costs only if the job recomputes activations or profiles pairs; otherwise the function returns
-    None. A pair is an F and a B that run as one operation. If the job profiles pairs, the default costs include token
-    exchanges between experts, so that the plans for the profiled iterations contain pairs. The costs of a job with
-    recomputation include the number of blocks that a stage can recompute.
+    If the job may run F and B as one operation, the costs include token exchanges between experts, so that plans for
+    the profiled iterations contain such operations. If the job recomputes activations, the costs include the number of
+    blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
-        return replace(
-            costs,
-            all_to_all_f=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_f),
-            all_to_all_b=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_b),
-        )
+        f, b = (tuple(_ASSUMED_EXCHANGE * time for time in times) for times in (costs.time_f, costs.time_b))
+        return replace(costs, all_to_all_f=f, all_to_all_b=b)
     if flags.recompute is Recompute.NONE:
         return None
     costs = default_costs(placement, flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)
@@ -247,12 +237,11 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
     """
     assert plan.given is not None
     schedule = plan.schedule(plan.given.num_microbatches)
-    limit = flags.memory_limit
-    in_unit_costs = None
-    if limit is not None:
-        in_unit_costs = limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
+    limit = None
+    if flags.memory_limit is not None:
+        limit = flags.memory_limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
     peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
-    if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
+    if limit is not None and peak > limit * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
 
 

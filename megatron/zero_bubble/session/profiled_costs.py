@@ -59,10 +59,11 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     fitted = map(fit.solve, (*times, costs.memory_f, after_b, after_w, *exchanges))
     embedding, *layers, output = map(_unit_costs, *fitted)
     if any(costs.time_r):
-        names = ("time_r", "memory_r", "num_blocks")
-        each = zip(*(fit.solve_layers(getattr(costs, name)) for name in names), strict=True)
-        of_layers = (dict(zip(names, values, strict=True)) for values in each)
-        layers = [replace(layer, **recomputed) for layer, recomputed in zip(layers, of_layers, strict=True)]
+        time_r, memory_r, num_blocks = map(fit.solve_layers, (costs.time_r, costs.memory_r, costs.num_blocks))
+        layers = [
+            replace(layer, time_r=time, memory_r=restored, num_blocks=number)
+            for layer, time, restored, number in zip(layers, time_r, memory_r, num_blocks, strict=True)
+        ]
     else:
         kept = _layer_input_bytes(profile)
         layers = [

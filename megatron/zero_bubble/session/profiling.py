@@ -96,12 +96,13 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     window, steps = profile_window(flags), flags.num_iterations(iteration)
     if window is None or flags.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
         return None
-    draws_after_it = flags.zero_bubble_timeline is not None and flags.zero_bubble_timeline_iters is None
-    missing = ["no plan from measured times"]
-    missing += ["no --zero-bubble-profile-output"] if flags.zero_bubble_profile_output is not None else []
-    missing += ["no --zero-bubble-timeline"] if draws_after_it else []
+    missing = "no plan from measured times"
+    if flags.zero_bubble_profile_output is not None:
+        missing += ", no --zero-bubble-profile-output"
+    if flags.zero_bubble_timeline is not None and flags.zero_bubble_timeline_iters is None:
+        missing += ", no --zero-bubble-timeline"
     return (
-        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
+        f" > {missing}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
         "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
     )
 

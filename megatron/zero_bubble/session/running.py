@@ -94,7 +94,7 @@ def run_plan(
         report=report,
         post_validation=post_validation,
         pairs=flags.pairs,
-        orders_microbatches={None: None, "planned": True, "data": False}[flags.zero_bubble_microbatch_order],
+        orders_microbatches={"planned": True, "data": False}.get(flags.zero_bubble_microbatch_order or ""),
     )
 
 
@@ -277,9 +277,9 @@ class Replicas:
     def after_step(self, iteration: int) -> None:
         """Average parameters if hierarchical SGD averages after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
-        if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
-            size = self._averaging.hierarchy.group_size_after(iteration) or 1
         if self._averaging is not None:
+            if self._averaging.hierarchy.is_local(iteration):
+                size = self._averaging.hierarchy.group_size_after(iteration) or 1
             with self._waits.measured():
                 self._averaging.after_step(iteration)
         if self._num_replicas > 1:

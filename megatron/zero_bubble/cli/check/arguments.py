@@ -58,15 +58,11 @@ class CheckFlags(CommandFlags):
             raise ValueError(
                 "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="
             )
-        _refuse_output(self.output)
-
-
-def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` if the file `output` cannot be written; called before the long measurements begin."""
-    folder = output.parent
-    if not folder.is_dir():
-        raise ValueError(f"argument --output: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"argument --output: no permission to write to {folder}")
-    if output.is_dir():
-        raise ValueError(f"argument --output: {output} is a folder; name a file")
+        # The output is checked before the long measurements begin.
+        folder = self.output.parent
+        if not folder.is_dir():
+            raise ValueError(f"argument --output: {folder} is not a folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"argument --output: no permission to write to {folder}")
+        if self.output.is_dir():
+            raise ValueError(f"argument --output: {self.output} is a folder; name a file")

@@ -1,4 +1,4 @@
-"""Trains on ranks that share a device, and compares our schedules' numerics byte for byte with megatron-core's."""
+"""Trains on ranks that share a device, and compares the numerics of our schedules and of megatron-core's schedule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """Outcome: `equal`, `differs`, `failed`, `no reference` (megatron-core's training failed), `reference`
-    (megatron-core's training itself), or `made` (a training that only saves a checkpoint for other trainings)."""
+    """`equal`, `differs`, `failed`, `no reference` (it failed), `reference`, or `made` (only saves a checkpoint)."""
     detail: str
     seconds: float
     log: str = ""
@@ -104,13 +103,12 @@ class RankCheck:
 
     def _backends(self) -> tuple[list[Backend], dict[str, Ended]]:
         if not self.has_cuda:
-            return [Backend("gloo", False), Backend("host", False)], {}
-        nccl = Backend("nccl", True)
+            return [Backend("gloo"), Backend("host")], {}
         self.say(f"{NUM_RANKS} ranks over NCCL: {_PROBE}")
-        [probe] = self._start({_PROBE: None}, nccl).values()
+        [probe] = self._start({_PROBE: None}, Backend("nccl")).values()
         refused = {"nccl": probe} if probe.error is not None else {}
         names = ("host",) if refused else ("nccl", "host")
-        return [Backend(name, True, one_queue) for name in names for one_queue in (False, True)], refused
+        return [Backend(name, one_queue) for name in names for one_queue in (False, True)], refused
 
     def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
         return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.limits).run(trainings)
@@ -124,7 +122,8 @@ class RankCheck:
             more = ["--log-numerics", str(self._numerics(cell, backend))]
             if cell.is_ours:
                 # The timeout is well before the limit, so that the log says where each rank is.
-                more += [*backend.flags, "--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
+                more += ["--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
+                more += ["--zero-bubble-communicator", "host"] if backend.name == "host" else []
             trainings[cell.title] = [*cell.flags, *more]
         ended = self._start(trainings, backend)
         return [self._judge(cell, backend, ended[cell.title]) for cell in everything]
@@ -144,7 +143,7 @@ class RankCheck:
         # One queue must not change megatron-core's own numbers either.
         if cell.name == REFERENCE and not backend.one_queue:
             return result("reference")
-        reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name, backend.has_cuda))
+        reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name))
         if not reference.exists():
             return result("no reference", "megatron-core's own training failed")
         difference = find_difference(reference, self._numerics(cell, backend), cell.compares)

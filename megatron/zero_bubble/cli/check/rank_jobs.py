@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
@@ -28,7 +30,6 @@ class Backend:
 
     name: str
     """Name of the backend: `nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
-    has_cuda: bool
     one_queue: bool = False
     """Whether the device has one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
 
@@ -41,27 +42,15 @@ class Backend:
         """Whether messages between GPUs must have the same shape in all microbatches."""
         return self.one_queue and self.name != "host"
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Flags that a training under a zero-bubble schedule needs with this `Backend`."""
-        return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
-
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the ranks.
-
-        The ranks get the variables of this process, and default values for some variables that this process lacks. With
-        `one_queue`, the ranks get CUDA_DEVICE_MAX_CONNECTIONS=1.
-        """
+        """Return the environment variables of the ranks: this process's variables, with defaults for missing ones."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
             environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if self.name == "nccl":
             environment |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
-        environment |= os.environ
-        if self.one_queue:
-            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return environment
+        return {**environment, **os.environ, **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.one_queue else {})}
 
 
 @dataclass(frozen=True)
@@ -85,17 +74,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class RankStart:
-    """Starts ranks on this machine and runs trainings on them."""
+    """Starts ranks on this machine and runs trainings on them.
+
+    Args:
+        paths: folders that the ranks get in PYTHONPATH.
+        folder: folder for the files of the ranks.
+        module: module that every rank runs.
+    """
 
     backend: Backend
     num_ranks: int
     paths: Sequence[Path]
-    """Folders that the ranks get in PYTHONPATH."""
     folder: Path
-    """Folder for the files of the ranks."""
     limits: Limits
     module: str = "megatron.zero_bubble.cli.check.rank"
-    """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
         """Run all trainings, even if some fail; return the outcome of each training, by the training's title.
@@ -141,7 +133,8 @@ class _Attempt:
         return self._results(error, status)
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
-        local_rank = rank if _num_devices() >= self._start.num_ranks else 0
+        has_enough_devices = torch.cuda.is_available() and torch.cuda.device_count() >= self._start.num_ranks
+        local_rank = rank if has_enough_devices else 0
         environment = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         command = [sys.executable, "-m", self._start.module, str(self._folder / "plan.json")]
         with open(self._log(rank), "w") as log:
@@ -199,9 +192,3 @@ def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
-
-
-def _num_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

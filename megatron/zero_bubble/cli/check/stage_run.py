@@ -34,12 +34,10 @@ class StageProfile:
     """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Kind of operation -> measured times. F, B and W are measured in steps with a split backward; BW is measured in
-    steps with megatron-core's fused backward."""
+    """Kind of operation -> measured times: of F, B and W with a split backward, of BW with a fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
-    """Largest temporary memory of an operation: the peak during the operation, minus the larger of the memory in use
-    before the operation and the memory in use after the operation."""
+    """Largest temporary memory of an operation: memory that is in use neither before nor after the operation."""
 
     def time(self, kind: OpKind) -> float:
         return median(self.times[kind])
@@ -51,17 +49,10 @@ class StageProfile:
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
         """Return the costs of a pipeline of `num_stages` equal stages with the measured times and memory."""
-        f, b, w = OpKind.F, OpKind.B, OpKind.W
-        return StageCosts.uniform(
-            num_stages,
-            time_f=self.time(f),
-            time_b=self.time(b),
-            time_w=self.time(w),
-            time_comm=message_ms,
-            memory_f=self.memory[f],
-            memory_b=self.memory[b],
-            memory_w=self.memory[w],
-        )
+        kinds = {"f": OpKind.F, "b": OpKind.B, "w": OpKind.W}
+        times = {f"time_{name}": self.time(kind) for name, kind in kinds.items()}
+        memory = {f"memory_{name}": self.memory[kind] for name, kind in kinds.items()}
+        return StageCosts.uniform(num_stages, **times, **memory, time_comm=message_ms)
 
 
 @dataclass(frozen=True)

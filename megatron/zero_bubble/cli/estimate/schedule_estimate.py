@@ -41,16 +41,9 @@ class Estimate:
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
-    """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
-
-    The schedule's activations exceed `limit` in one case only: if the memory limit of the flags is `auto` and no plan
-    fits in `limit`, the schedule is the plan with the least memory.
-    """
+    """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit."""
     without_pairs: Timeline | None = None
-    """Timeline of a second plan without pairs; None if the schedule itself is planned without pairs.
-
-    A pair runs a forward and a backward as one operation.
-    """
+    """Timeline of a second plan in which no forward and backward run as one operation, for comparison."""
 
     @property
     def schedule(self) -> Schedule:
@@ -95,11 +88,7 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing.
-
-        `reduction_ms` is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because these flags overlap the
-        exchanges of replicas with computation.
-        """
+        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing."""
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
@@ -112,10 +101,7 @@ class Estimate:
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup of an iteration by forward-backward pairs; None if the schedule is planned without pairs.
-
-        A pair runs a forward and a backward as one operation.
-        """
+        """Speedup of an iteration by pairs (a forward and a backward as one operation); None without pairs."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:

@@ -110,11 +110,6 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
             if self.lengths and getattr(self, name):
                 raise ValueError(f"argument --lengths: not allowed with {flag_name(name)}")
 
-    @property
-    def relative_lengths(self) -> tuple[float, ...]:
-        """The microbatch lengths from --lengths, divided by their mean."""
-        return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
-
 
 @dataclass(frozen=True)
 class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):

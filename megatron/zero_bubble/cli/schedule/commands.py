@@ -63,7 +63,14 @@ def write_schedule(flags: GenerateFlags) -> None:
 def show_simulation(flags: SimulateFlags) -> None:
     """Print the costs of one schedule, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
-    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _rank_table(figures))
+    idle = causes(figures.timeline)
+    rows = []
+    for rank, peak in enumerate(figures.timeline.peaks):
+        values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
+        op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
+        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
+    ranks = table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
+    flags.deliver(figures.as_json(), f"{_summary([figures])}\n{ranks}")
 
 
 def compare(flags: CompareFlags) -> None:
@@ -106,17 +113,6 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
     return table_of(columns, all_figures, markdown=markdown)
 
 
-def _rank_table(figures: ScheduleFigures) -> str:
-    """Return a table of every rank's span, bubble by cause, and peak memory."""
-    idle = causes(figures.timeline)
-    rows = []
-    for rank, peak in enumerate(figures.timeline.peaks):
-        values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
-        op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
-        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
-    return table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
-
-
 def draw(flags: DrawFlags) -> None:
     """Write a picture of a schedule as SVG, as an HTML page, or as a trace for Perfetto."""
     output = flags.output
@@ -126,9 +122,8 @@ def draw(flags: DrawFlags) -> None:
     if output.suffix == ".json":
         deliver(to_chrome_trace(timeline, steps=steps), output)
         return
-    unit = "ms" if flags.has_times else "F"
     to_picture = to_svg if output.suffix == ".svg" else to_html
-    deliver(to_picture(timeline, time_unit=unit, steps=steps, width=flags.width), output)
+    deliver(to_picture(timeline, time_unit=flags.time_unit, steps=steps, width=flags.width), output)
 
 
 def prove(flags: ValidateFlags) -> None:

@@ -76,7 +76,7 @@ def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures
         post_validation=flags.post_validation,
         steps=flags.steps,
         queues=flags.queues,
-        lengths=flags.relative_lengths,
+        lengths=[length * len(flags.lengths) / sum(flags.lengths) for length in flags.lengths],
     )
 
 
