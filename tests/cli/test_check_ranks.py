@@ -22,7 +22,7 @@ from megatron.zero_bubble.cli.check import rank_check
 from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 from megatron.zero_bubble.cli.check.matrix import REFERENCE, cells, chosen, names
 from megatron.zero_bubble.cli.check.rank_check import RankCheck, find_difference
-from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, RankStart
 from tests.changes import Change, Run
 from tests.launch import ROOT
 from tests.trainings import run_trainings
@@ -136,7 +136,7 @@ def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...],
     monkeypatch.setattr(RankStart, "run", run_on_forked_ranks)
     monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend)], {}))
     trainings = [cell for cell in cells("tiny", tmp_path) if cell.layout in layouts]
-    found = RankCheck(False, [], tmp_path, Limits(60.0), print).run(trainings)
+    found = RankCheck(False, [], tmp_path, 60.0, print).run(trainings)
     verdicts = [(result.layout, result.cell, result.verdict) for result in found.results]
     others = {REFERENCE: "reference", "checkpoint": "made"}
     assert verdicts == [(cell.layout, cell.name, others.get(cell.name, "equal")) for cell in trainings]
@@ -188,7 +188,7 @@ class Ranks:
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, *, has_cuda: bool) -> rank_check.RankFindings:
     monkeypatch.setattr(RankStart, "run", lambda start, trainings: ranks.run(start, trainings))
     monkeypatch.setattr(rank_check, "write_corpus", lambda prefix: None)
-    one = RankCheck(has_cuda, [], tmp_path, Limits(1.0), lambda what: None)
+    one = RankCheck(has_cuda, [], tmp_path, 1.0, lambda what: None)
     return one.run(cells("tiny", tmp_path))
 
 
@@ -285,9 +285,9 @@ def start(tmp_path):
     package.mkdir()
     (package / "fake_rank.py").write_text(RANK)
 
-    def start(trainings: dict[str, Any], limits: Limits) -> dict[str, Ended]:
+    def start(trainings: dict[str, Any], time_limit: float) -> dict[str, Ended]:
         (tmp_path / "jobs").mkdir()
-        ranks = RankStart(Backend("gloo"), 2, [package], tmp_path / "jobs", limits, "fake_rank")
+        ranks = RankStart(Backend("gloo"), 2, [package], tmp_path / "jobs", time_limit, "fake_rank")
         return ranks.run(trainings)
 
     return start
@@ -297,7 +297,7 @@ def start(tmp_path):
 def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_path):
     trainings = {"first": None, "failing": ["fail"], "second": None, "hanging": ["hang"], "third": None}
     started = time.monotonic()
-    ended = start(trainings, Limits(training=3.0))
+    ended = start(trainings, 3.0)
     assert time.monotonic() - started < 60
     assert list(ended) == list(trainings)
     assert [one.error for one in ended.values()] == [
@@ -316,6 +316,6 @@ def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_
 
 def test_ranks_that_cannot_begin_are_not_started_again_and_again(start, monkeypatch):
     monkeypatch.setenv("BROKEN", "1")
-    ended = start({"first": None, "second": None}, Limits(training=3.0))
+    ended = start({"first": None, "second": None}, 3.0)
     assert {one.error for one in ended.values()} == {"ModuleNotFoundError: No module named 'yaml'"}
     assert len(ended) == 2

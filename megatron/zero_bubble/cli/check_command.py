@@ -42,6 +42,7 @@ from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
+from megatron.zero_bubble.cli.trainings import one_process
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -62,7 +63,6 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
     # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
     from megatron.zero_bubble.cli.check.findings import Findings, describe_machine
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
-    from megatron.zero_bubble.cli.check.rank_jobs import Limits
 
     results: dict[str, Any] = {"stages": [], "without_room": {}}
     errors: dict[str, str] = {}
@@ -73,7 +73,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
                 _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, results)
 
     def ranks() -> None:
-        rank_check = RankCheck(flags.device == "cuda", [ROOT], scratch, Limits(training=flags.time_limit), _say)
+        rank_check = RankCheck(flags.device == "cuda", [ROOT], scratch, flags.time_limit, _say)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
     for name, part in zip(PARTS, (stages, ranks), strict=True):
@@ -89,10 +89,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
 def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> None:
     _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
     try:
-        measured = _measure_stage(model, flags)
-        times = ", ".join(f"{kind} {measured.profile.time(kind):.3f} ms" for kind in measured.profile.times)
-        _say(f"{times}, (B + W) / fused {measured.profile.price:.3f}")
-        results["stages"].append(measured)
+        results["stages"].append(_measure_stage(model, flags))
     except torch.OutOfMemoryError as error:
         results["without_room"][model.name] = one_line(error)
     # Reference cycles keep the memory of this stage alive, and the next stage needs the memory.
@@ -102,11 +99,14 @@ def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> No
 
 def _measure_stage(model: Model, flags: CheckFlags) -> StageCheck:
     from megatron.zero_bubble.cli.check.findings import StageCheck
-    from megatron.zero_bubble.cli.check.stage_run import middle_stage
+    from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MiddleStage
 
-    with middle_stage(model, torch.device(flags.device)) as stage:
+    with one_process(model.arguments(NUM_RANKS)):
+        stage = MiddleStage(model, torch.device(flags.device))
         profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
+    times = ", ".join(f"{kind} {profile.time(kind):.3f} ms" for kind in profile.times)
+    _say(f"{times}, (B + W) / fused {profile.price:.3f}")
     message_bytes = 2 * model.seq_length * model.micro_batch_size * model.hidden_size  # in bf16
     return StageCheck(model, profile, memory, message_bytes / flags.interconnect_bandwidth / 1e6)
 

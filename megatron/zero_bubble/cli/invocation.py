@@ -159,7 +159,6 @@ def one_number(**bounds: float) -> Callable[[str], float]:
 
 
 positive = one_number(above=0)
-"""Parses one number above zero."""
 
 
 def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:

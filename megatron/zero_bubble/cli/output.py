@@ -51,7 +51,6 @@ def percent(fraction: float) -> str:
 
 
 IDLE_HEADS = ("idle", "imbalance", "bubble")
-"""Headings of the columns that `idle_cells` fills."""
 
 
 def idle_cells(idle: Idle | None) -> tuple[str, str, str]:

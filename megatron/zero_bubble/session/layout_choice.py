@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
-from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
+from megatron.zero_bubble.planner import Plan, all_placements, placement_for, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
-from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.device import MARGIN
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
@@ -199,7 +198,6 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
 
 
 def _limited_by(flags: JobFlags) -> list[Any]:
-    """The values of the flags on which the memory limits of a chosen layout depend."""
     model = {name: value for name, value in flags.given_model.items() if name not in LAYOUT_SETTINGS}
     return [model, *(getattr(flags, name) for name in _LIMITED_BY)]
 

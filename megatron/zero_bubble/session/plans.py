@@ -11,12 +11,11 @@ from typing import cast
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
-from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, Op, PlacementKind
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
@@ -116,16 +115,13 @@ def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
         )
     except ScheduleError:  # megatron-core has no schedule for this number of microbatches
         return ""
-    if all(_forwards(schedule, rank) == _forwards(own, rank) for rank in range(placement.num_ranks)):
+    orders = ([[op for op in ops if op.kind is OpKind.F] for ops in one.ops] for one in (schedule, own))
+    if next(orders) == next(orders):
         return ""
     return (
         f" > {limit_flag(flags)}: megatron-core's order of forwards, in groups of {size} microbatches, needs more "
         "memory; in the planned order dropout draws other random numbers, unless --zero-bubble-seed-by-layer is given"
     )
-
-
-def _forwards(schedule: Schedule, rank: int) -> list[Op]:
-    return [op for op in schedule.ops[rank] if op.kind is OpKind.F]
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
@@ -194,10 +190,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit for plans without measured costs, in activation memory of one microbatch on a rank (M_B).
-
-    `_limit_before_measuring` assumes equal stages, and returns None if the schedule's own limit applies.
-    """
+    """The memory limit for plans of equal stages without measured costs, in M_B; None for the schedule's own limit."""
     limit = flags.memory_limit
     if limit is None:
         return None
@@ -246,12 +239,9 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return the smallest sufficient memory limit as text, such as `at least 1.25 times 1F1B's peak`.
+    """Return the memory limit `smallest` (in M_B) in the unit of the flag that sets it, as text.
 
-    With `--zero-bubble-max-pending-backward`, the text has a number of pending backwards instead of a multiple.
-
-    Args:
-        smallest: the smallest sufficient memory limit in M_B.
+    The text is like `at least 1.25 times 1F1B's peak` or, for a number of pending backwards, `at least 5`.
     """
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)

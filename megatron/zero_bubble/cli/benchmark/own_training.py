@@ -60,7 +60,6 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, ours = parted(shared, (*ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
-    # The training has as many replicas as fit on this machine's GPUs, at least one.
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,

@@ -87,7 +87,6 @@ class Findings:
     """All findings of `zero-bubble check` on one device."""
 
     machine: Mapping[str, Any]
-    """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
     """Name of a model whose stage did not fit on the device -> message of the GPU allocator."""

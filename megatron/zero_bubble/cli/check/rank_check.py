@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, ROUNDING, Cell, write_corpus
-from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, RankStart
 from megatron.zero_bubble.cli.output import table
 
 _PROBE = "an all-reduce"
@@ -84,13 +84,14 @@ class RankCheck:
     Args:
         paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the ranks' files.
+        time_limit: seconds that a training may take.
         say: called with a description of the trainings that run next.
     """
 
     has_cuda: bool
     paths: Sequence[Path]
     folder: Path
-    limits: Limits
+    time_limit: float
     say: Callable[[str], None]
 
     def run(self, everything: Sequence[Cell]) -> RankFindings:
@@ -111,10 +112,11 @@ class RankCheck:
         return [Backend(name, one_queue) for name in names for one_queue in (False, True)], refused
 
     def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
-        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.limits).run(trainings)
+        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.time_limit).run(trainings)
 
     def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
-        if backend.refuses_varying_shapes:
+        # With one hardware queue, messages between GPUs must have the same shape in all microbatches.
+        if backend.one_queue and backend.name != "host":
             everything = [cell for cell in everything if "--variable-seq-lengths" not in cell.flags]
         self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
         trainings = {}
@@ -122,7 +124,7 @@ class RankCheck:
             more = ["--log-numerics", str(self._numerics(cell, backend))]
             if cell.is_ours:
                 # The timeout is well before the limit, so that the log says where each rank is.
-                more += ["--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
+                more += ["--zero-bubble-timeout", f"{0.8 * self.time_limit:g}"]
                 more += ["--zero-bubble-communicator", "host"] if backend.name == "host" else []
             trainings[cell.title] = [*cell.flags, *more]
         ended = self._start(trainings, backend)

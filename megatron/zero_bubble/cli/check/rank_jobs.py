@@ -22,6 +22,8 @@ _SECONDS_FOR_THE_OTHERS = 5.0
 """Seconds to wait for the other ranks after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
 """Number of characters that are kept from the end of each rank's log after a failure."""
+_START_UP_LIMIT = 300.0
+"""Seconds that the ranks may take to import torch and megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,6 @@ class Backend:
     @property
     def title(self) -> str:
         return f"{self.name}, one queue" if self.one_queue else self.name
-
-    @property
-    def refuses_varying_shapes(self) -> bool:
-        """Whether messages between GPUs must have the same shape in all microbatches."""
-        return self.one_queue and self.name != "host"
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the ranks: this process's variables, with defaults for missing ones."""
@@ -64,21 +61,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Time limits of trainings on ranks, in seconds."""
-
-    training: float
-    start_up: float = 300.0
-    """Time limit for starting the ranks, each of which imports torch and megatron-core."""
-
-
-@dataclass(frozen=True)
 class RankStart:
     """Starts ranks on this machine and runs trainings on them.
 
     Args:
         paths: folders that the ranks get in PYTHONPATH.
         folder: folder for the files of the ranks.
+        time_limit: seconds that a training may take.
         module: module that every rank runs.
     """
 
@@ -86,7 +75,7 @@ class RankStart:
     num_ranks: int
     paths: Sequence[Path]
     folder: Path
-    limits: Limits
+    time_limit: float
     module: str = "megatron.zero_bubble.cli.check.rank"
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
@@ -111,7 +100,7 @@ class _Attempt:
         plan = {
             "backend": "gloo" if start.backend.name == "host" else start.backend.name,
             "over_host": start.backend.name == "host",
-            "limit": start.limits.training,
+            "limit": start.time_limit,
             "trainings": trainings,
         }
         (self._folder / "plan.json").write_text(json.dumps(plan))
@@ -154,7 +143,7 @@ class _Attempt:
                 return None, 0
             if begun != len(progress := self._progress()):
                 begun, since = len(progress), time.monotonic()
-            limit = self._start.limits.training if begun else self._start.limits.start_up
+            limit = self._start.time_limit if begun else _START_UP_LIMIT
             if time.monotonic() - since > limit:
                 return f"ended because it was not done within {limit:g} s", -1
             time.sleep(0.05)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.cli.check.models import Model
-from megatron.zero_bubble.cli.trainings import one_process, rank_model
+from megatron.zero_bubble.cli.trainings import rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
@@ -73,7 +72,7 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A stage in two versions: with the backward split into B and W, and with megatron-core's fused backward."""
+    """A stage in two versions, with a split and with a fused backward; made within `one_process`."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -128,12 +127,6 @@ class MiddleStage:
         Executor(schedule, RANK, MadeUpNeighbours(), self._store).run(stage, recorder)
         stage.finish()
         return recorder.take()
-
-
-@contextmanager
-def middle_stage(model: Model, device: torch.device) -> Iterator[MiddleStage]:
-    with one_process(model.arguments(NUM_RANKS)):
-        yield MiddleStage(model, device)
 
 
 def make_stage(

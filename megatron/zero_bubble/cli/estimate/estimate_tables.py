@@ -30,7 +30,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "bytes_a_parameter": job.states.bytes_a_parameter(job.replicas),
         "zero_stage": job.states.zero_stage,
         "bytes_sent_to_replicas": job.exchanged_bytes(placement),
-        "num_microbatches": job.num_microbatches,
+        "num_microbatches": job.flags.most_microbatches,
         "flops_per_iteration": job.flops_per_iteration,
         "flops_of_a_microbatch": job.flops(placement)._asdict(),
         "device_memory_bytes": job.cluster.device_memory,
@@ -91,7 +91,7 @@ def _head(shown: Estimate) -> Iterator[str]:
         f"context-parallel ranks leaves {states.bytes_a_parameter(replicas):.4g}"
     )
     if replicas > 1:
-        gradients, parameters = states.passes(job.num_microbatches)
+        gradients, parameters = states.passes(job.flags.most_microbatches)
         sent = job.exchanged_bytes(placement)
         yield (
             f"replicas: each sends {gib(min(sent))} to {gib(max(sent))} GiB an iteration to the others, gradients "
@@ -105,7 +105,7 @@ def _head(shown: Estimate) -> Iterator[str]:
     costs = "measured (--profile)" if job.profile else f"{job.cluster.flops / 1e12:.4g} TFLOP/s in the layers"
     is_early = job.flags.zero_bubble_post_validation
     waiting = "steps before the norm of all gradients is known" if is_early else "waits for the norm of all gradients"
-    yield f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}"
+    yield f"costs: {costs}; {job.flags.most_microbatches} microbatches; the optimizer {waiting}"
 
 
 def _schedules(results: Results, *, markdown: bool) -> str:

@@ -82,10 +82,6 @@ class EstimatedJob:
         return cls(args, training, flags, States.of(args, flags.zero_stage), count, of_sequence, profile)
 
     @property
-    def num_microbatches(self) -> int:
-        return self.flags.most_microbatches
-
-    @property
     def replicas(self) -> int:
         """Number of ranks with the same parameters; these ranks reduce gradients together and divide ZeRO's states."""
         return self.args.data_parallel_size * self.args.context_parallel_size
@@ -140,7 +136,7 @@ class EstimatedJob:
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
         """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
-        a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
+        a_parameter = self.states.sent_a_parameter(self.replicas, self.flags.most_microbatches)
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:

@@ -116,7 +116,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
 
 
 def _size(job: EstimatedJob) -> int:
-    return job.flags.pipeline_model_parallel_size * job.num_microbatches
+    return job.flags.pipeline_model_parallel_size * job.flags.most_microbatches
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:

@@ -189,12 +189,12 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
         limit = _memory_limit(job, placement).in_bytes(
-            placement, costs, job.num_microbatches, int(free), inside, flags.recompute
+            placement, costs, job.flags.most_microbatches, int(free), inside, flags.recompute
         )
         limits = limits_of_ranks((limit,) * num_ranks, inside)
     request = PlanRequest(
         name,
-        job.num_microbatches,
+        job.flags.most_microbatches,
         (placement,),
         costs,
         memory_limit=limits,

@@ -23,18 +23,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name
 
-_NOT_WITH_INPUT = (
-    "pipeline_size",
-    "num_microbatches",
-    "num_chunks",
-    "placement",
-    "microbatch_group_size",
-    "memory_limit",
-    "recompute",
-    "offload",
-)
-
-
+_SIZES = ("pipeline_size", "num_microbatches")
+_NOT_WITH_INPUT = (*_SIZES, "num_chunks", "placement", "microbatch_group_size", "memory_limit", "recompute", "offload")
 FORMATS = {"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"}
 """Suffix of a file name -> the format in which `generate` writes a schedule to the file."""
 
@@ -59,7 +49,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
             is_given = getattr(self, name) is not None
             if self.input is not None and is_given:
                 raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule determines it")
-            if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
+            if self.input is None and not is_given and name in _SIZES:
                 raise ValueError(f"argument {flag_name(name)} is required with --schedule")
 
 

@@ -58,7 +58,8 @@ def memory_curve(flags: CurveFlags) -> None:
     for name in chosen:
         for way, added in ways.items():
             own = replace(flags, dial=False, **added)
-            if not flags.dial or _has_costs(own, name):
+            placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
+            if not flags.dial or lacking_costs(own, stage_costs(own, placement)) is None:
                 points = {x: found for x in limits if (found := _at(own, name, x, takes_makespan=flags.dial))}
                 label = name if way is None else f"{name} {way}" if len(chosen) > 1 else way
                 curves.append(_Curve(label, name, way, points))
@@ -83,12 +84,6 @@ def curve_limits(flags: CurveFlags) -> list[float]:
     if steps >= 1000:
         raise ScheduleError(f"{steps + 1:.0f} limits are too many: choose a larger --step")
     return [first + i * step for i in range(int(steps) + 1)]
-
-
-def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Return whether the costs include recomputation and offload where the flags allow recomputation and offload."""
-    costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
-    return lacking_costs(flags, costs) is None
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
@@ -148,8 +143,7 @@ def _sentences(
             times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in timed)
             yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
     known = {curve.way for curve in curves}
-    left_out = [str(way) for way in WAYS if way not in known]
-    if left_out:
+    if left_out := [way for way in WAYS if way not in known]:
         more = "profile a run that recomputes, and give --host-bandwidth"
         yield f"left out: {', '.join(left_out)}, which {flags.costs} has no costs for: {more}"
 
