@@ -1,8 +1,8 @@
 """Change the times, memory and messages of schedules in a browser, and see the effect.
 
-The playground's page runs this package in the browser. The page needs no network: `zero-bubble playground` serves the
-page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the page's files
-to a folder, for any web server, and serves nothing.
+The playground's page runs this package in the browser. The page needs no network, because `zero-bubble playground`
+serves the page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the
+page's files to a folder, for any web server, and serves nothing.
 """
 
 from __future__ import annotations

@@ -80,9 +80,7 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment. After each of several barriers, this rank compares its clock with
-    the first rank's clock. `clock_offset` returns the median difference of the clocks. The error of the median is about
-    the time of a barrier, some tens of microseconds on one host.
+    The result is the median over several barriers, which all ranks leave at nearly the same moment.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):

@@ -173,7 +173,7 @@ class ZeroBubbleFlags:
 
 
 def flag_name(name: str) -> str:
-    """The flag of a field as the user writes it: `num_layers` becomes `--num-layers`."""
+    """The flag of a field as the user writes it, such as `--num-layers` for `num_layers`."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -90,11 +90,7 @@ def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """Partition with the given numbers of layers on the first and last rank (in a V, on the first and last stage).
-
-    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V placement, one rank holds both the
-    first and the last stage.
-    """
+    """Partition with given numbers of layers on the first and last rank or, in a V, on the first and last stage."""
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
         chunks, places, noun = 1, placement.num_stages, "stages"

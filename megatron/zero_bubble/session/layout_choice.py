@@ -251,12 +251,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """Candidate placements of the search for a layout.
-
-    If flags fix the number of model chunks, the placement of the flags is a candidate. If flags leave the number of
-    model chunks open, or if `frees_layout` is set, every placement is a candidate. `--zero-bubble-placement` restricts
-    the candidates to placements of one kind.
-    """
+    """Candidate placements of the search: of the number of chunks in the flags or, if `frees_layout` is set, all."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -266,11 +261,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tu
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """Candidates for the recomputation of a layout: `Recompute.NONE` and `Recompute.PLANNED`.
-
-    If flags set the recomputation, or if planned recomputation is impossible, the value of the flags is the only
-    candidate.
-    """
+    """Candidates for the recomputation of a layout; only the flags' value if flags set it or none can be planned."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     is_impossible = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm

@@ -49,7 +49,7 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """The speedups of the chosen layout, in words: over Megatron's split of layers under each schedule."""
+    """The speedup of the chosen layout over Megatron's split of the layers under each schedule, in words."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 

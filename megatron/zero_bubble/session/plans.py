@@ -190,7 +190,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit for plans of equal stages without measured costs, in M_B; None for the schedule's own limit."""
+    """The limit in M_B for plans of equal stages without measured costs; None if the schedule has its own limit."""
     limit = flags.memory_limit
     if limit is None:
         return None

@@ -108,7 +108,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """Say that pairs of F and B gain nothing: a pair takes `ratio` times as long as F and B one after the other."""
+    """A note that F and B as one operation take `ratio` times as long as F and B one after the other."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"

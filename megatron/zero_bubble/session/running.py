@@ -181,9 +181,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer.
-
-    `build_post_validation` returns None without `--zero-bubble-post-validation`, and with a single pipeline rank.
+    """The post-validation of an optimizer; None if no flag asks for it, and with a single pipeline rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.

@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop repeated megatron-core warnings: repeated by every rank at import, or by every split of a dataset.
+    """Show only once the megatron-core warnings that every rank, or every split of a dataset, would repeat.
 
     If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.

@@ -46,7 +46,7 @@ class ScriptArguments(ParallelFlags, _ScriptSizes):
 
 
 def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Return (script, flags); the script is None if the words are flags of this project's `pretrain_gpt.py`.
+    """Split command-line words into (script, flags); the script is None for this project's `pretrain_gpt.py`.
 
     Raises:
         ValueError: the first word is neither a flag nor a file.

@@ -1,4 +1,4 @@
-"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's schedule and under ours."""
+"""The trainings of `zero-bubble check`, which run each layout under megatron-core's schedule and our schedules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _only_transformer_engine() -> list[Cell]:
 
 
 def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell]:
-    """Return all trainings of `zero-bubble check`, each after the trainings that it needs.
+    """Return all trainings of `zero-bubble check`; a training comes after the trainings whose files it reads.
 
     Args:
         size: `paper` or `tiny`.

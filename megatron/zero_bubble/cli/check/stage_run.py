@@ -120,7 +120,7 @@ class MiddleStage:
         return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """Run one step and return the measured operations; with `with_memory`, the measured times are meaningless."""
+        """Run one step and return the measured operations; measuring memory, too, makes the times meaningless."""
         stage = make_stage(self._args, self._placement, RANK, chunks, self._device)
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)

@@ -219,7 +219,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Return for every layer whether R recomputes it; the method `block` recomputes each stage's first layers."""
+        """Return for every layer whether the schedule recomputes the layer."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0

@@ -169,7 +169,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """If no schedule fits, yield the estimate of the chosen layout or, without a chosen layout, of recomputation."""
+    """Yield estimates with another layout or with recomputation for a job without a schedule that fits in memory."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

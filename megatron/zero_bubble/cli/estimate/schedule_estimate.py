@@ -96,7 +96,7 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Time from one iteration to the next: F, B, W and gradient reduction, without the optimizer's step."""
+        """Time from one iteration to the next, with gradient reduction and without the optimizer's step."""
         return self._time_of(self.timeline)
 
     @property
@@ -256,7 +256,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate of a schedule under megatron-core: B recomputes, and the vocabulary is not sharded."""
+    """Return the estimate under megatron-core, where the backward recomputes and the vocabulary is not sharded."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -78,7 +78,7 @@ def saved_file(words: Words, kind: str) -> dict[str, str]:
     """Return the name and the text of a file to save.
 
     Args:
-        kind: `json`, `csv`, `svg` or `trace`. The `csv` file has the format of torch.distributed.pipelining.
+        kind: format of the file, `json`, `csv` (of torch.distributed.pipelining), `svg` or `trace`.
     """
     flags = _flags(words)
     figures = figures_of_source(flags)
@@ -126,7 +126,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """Answer the JSON request `{"what": NAME, ...}` with JSON: the result, or `{"error": MESSAGE, "flag": NAME}`."""
+    """Answer a JSON request for the function `what` with the JSON of the function's result or of an error."""
     arguments = json.loads(question)
     try:
         return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float, allow_nan=False)

@@ -143,7 +143,7 @@ def simulated_figures(
     queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
-    """Simulate `steps` iterations of `schedule`, to which `post_validation` adds post-validation.
+    """Validate `schedule` and simulate `steps` iterations; if `post_validation` is set, add post-validation first.
 
     Raises:
         ScheduleError: the schedule is not valid, or `steps` is above 1 without post-validation.

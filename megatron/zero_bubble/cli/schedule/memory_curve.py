@@ -129,11 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield the sentences that are printed below the table.
-
-    The first sentences give the time of the fastest plan, which the table shows as 1, and the relative times under
-    smaller memory limits. The last sentence names the curves for which the file of costs lacks costs.
-    """
+    """Yield sentences about the fastest plan, plans in less memory, and curves for which the file has no costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
