@@ -251,7 +251,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """Candidate placements of the search: of the number of chunks in the flags or, if `frees_layout` is set, all."""
+    """Placements to choose from: with the flags' number of chunks or, if `frees_layout` is set, with any number."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -261,7 +261,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tu
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """Candidates for the recomputation of a layout; only the flags' value if flags set it or none can be planned."""
+    """Kinds of recomputation to choose from; only one if flags set the kind or exclude planned recomputation."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     is_impossible = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm

@@ -118,7 +118,7 @@ def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
 
 
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
-    """Choose again among the rehearsed plans, by the measured `times` of their steps in milliseconds.
+    """Choose a plan again after a rehearsal (a test run of some plans), by the measured step `times` in milliseconds.
 
     Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
     than in training. The last plan, which has Megatron's split, therefore keeps its predicted time. A layout that was

@@ -110,7 +110,7 @@ def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
     Ranks above 0, and ranks that have lost their connection to another rank, sleep for some seconds before they print
-    their errors. If rank 0 or a lost rank ends with an error, torchrun usually ends the sleeping ranks in that time.
+    their errors. Meanwhile, torchrun usually notices the rank that failed first, and ends the sleeping ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -146,7 +146,7 @@ def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
     torchrun reports the earliest failure as the cause, in whole seconds, and counts the ends of the other ranks as
-    failures, too. The file therefore has a time one second before the error.
+    failures, too. The error file therefore contains a time one second before the error.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}

@@ -61,7 +61,7 @@ def write_site(folder: Path, pyodide: Path) -> None:
 
 
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
-    """Write a memory snapshot, which Node makes in ten seconds, and which spares Python in the browser its imports.
+    """Let Node write a memory snapshot, from which Python starts in the browser without importing modules.
 
     The folder of Pyodide also gets a copy, so that a wheel contains the snapshot.
     """

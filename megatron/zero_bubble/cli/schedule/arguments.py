@@ -185,8 +185,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     def first(self) -> float:
         """The curve's smallest memory limit, in units of 1F1B's peak memory.
 
-        Plans that recompute activations, or copy activations to the host, need less memory than other plans, and so
-        their default is smaller.
+        The default is smaller for plans that may recompute or copy activations, because these plans need less memory.
         """
         keeps_everything = self.recomputation is Recompute.NONE and not self.dial
         return self.from_ or (0.5 if keeps_everything else 0.125)

@@ -67,7 +67,7 @@ class ScheduleFigures:
 
     @property
     def lost(self) -> float:
-        """Share of the schedule's cost, its longest span of a rank, that the bubble and recomputation take."""
+        """Share of the longest span of a rank that the bubble and recomputation take."""
         costs, placement = self.timeline.costs, self.schedule.placement
         works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
         return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
@@ -224,7 +224,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
     Flags, and cost files with one entry per rank, give the costs of whole ranks, which `stage_costs` splits among the
-    chunks of each rank. M_B is the activation memory of one microbatch on all chunks of the rank that needs the most.
+    chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.
