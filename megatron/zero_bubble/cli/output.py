@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.files import write_file
 
 T = TypeVar("T")
@@ -48,14 +47,6 @@ def _print(text: str) -> None:
 def percent(fraction: float) -> str:
     """Return a fraction as a percentage with two decimals; rounding errors below zero are written as 0.00%."""
     return f"{round(100 * float(fraction), 2) + 0.0:.2f}%"
-
-
-IDLE_HEADS = ("idle", "imbalance", "bubble")
-
-
-def idle_cells(idle: Idle | None) -> tuple[str, str, str]:
-    """Return table cells for the idle share, imbalance and bubble; the cells are empty if `idle` is None."""
-    return ("", "", "") if idle is None else (percent(idle.total), percent(idle.imbalance), percent(idle.bubble))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:

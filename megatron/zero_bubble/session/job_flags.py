@@ -145,14 +145,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         text = self.zero_bubble_memory_limit
         if text is None:
             # By default a schedule without a limit of its own may take as much memory as megatron-core's own schedule.
-            if self.has_own_limit:
-                return None
-            return MemoryLimit(
-                multiple=1.0,
-                is_interleaved=self.model_chunks is not None,
-                pairs=self.overlap_moe_expert_parallel_comm,
-                group_size=self.microbatch_group_size_per_virtual_pipeline_stage,
-            )
+            return None if self.has_own_limit else self.peak_of_megatron(is_interleaved=self.model_chunks is not None)
         pending = pending_backwards(text)
         if pending is not None and pending != "auto":
             if not pending.isdigit() or pending == "0":
@@ -162,6 +155,11 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
             return MemoryLimit.parse(pending or text)
         except ValueError as error:
             raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
+
+    def peak_of_megatron(self, *, is_interleaved: bool) -> MemoryLimit:
+        """The memory limit that equals the peak of megatron-core's own schedule, interleaved or not."""
+        size = self.microbatch_group_size_per_virtual_pipeline_stage
+        return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
     def averages_experts_over_microbatches(self) -> bool:

@@ -9,20 +9,11 @@ from typing import Any, cast
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.runtime.device import MARGIN, limits_of_ranks
-from megatron.zero_bubble.schedule import (
-    Infeasible,
-    Placement,
-    Schedule,
-    Timeline,
-    iteration_time,
-    simulate,
-    with_post_validation,
-)
+from megatron.zero_bubble.schedule import Infeasible, Schedule, Timeline, iteration_time, simulate, with_post_validation
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
@@ -188,9 +179,8 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         # As in training, the fullest rank determines all ranks' limit, which is negative if its states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
-        limit = _memory_limit(job, placement).in_bytes(
-            placement, costs, job.flags.most_microbatches, int(free), inside, flags.recompute
-        )
+        allowed = flags.memory_limit or flags.peak_of_megatron(is_interleaved=placement.kind == "interleaved")
+        limit = allowed.in_bytes(placement, costs, flags.most_microbatches, int(free), inside, flags.recompute)
         limits = limits_of_ranks((limit,) * num_ranks, inside)
     request = PlanRequest(
         name,
@@ -219,15 +209,6 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     if request.pairs and entry.plans_all_kinds:
         without = simulate(schedule_of(replace(request, pairs=False)), costs)
     return Estimate(job, simulate(schedule, costs), states, limit, without)
-
-
-def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
-    """Return the memory limit that the flags set or, by default, the peak of megatron-core's own schedule."""
-    if job.flags.memory_limit is not None:
-        return job.flags.memory_limit
-    is_interleaved, pairs = placement.kind == "interleaved", job.flags.overlap_moe_expert_parallel_comm
-    size = job.flags.microbatch_group_size_per_virtual_pipeline_stage
-    return MemoryLimit(multiple=1.0, is_interleaved=is_interleaved, pairs=pairs, group_size=size)
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:

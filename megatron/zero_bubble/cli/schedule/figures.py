@@ -32,11 +32,7 @@ from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
-from megatron.zero_bubble.schedule.recomputation import (
-    num_recomputed,
-    with_recomputation,
-    without_recomputation,
-)
+from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation, without_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.timeline_files import in_memory_unit
