@@ -43,10 +43,10 @@ class GenerationFlags(TableFlags):
     """what is measured"""
 
     schedule: list[str] | None = flag(
-        "schedule to measure; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
+        "schedule to measure; repeat for more (default: all but optimal)", None, action="append", metavar="NAME"
     )
     size: list[tuple[int, int]] | None = flag(
-        "ranks x microbatches; repeat for more", None, repeat=True, parse=_size, metavar="PxM"
+        "ranks x microbatches; repeat for more", None, action="append", parse=_size, metavar="PxM"
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import get_args
 
 from benchmarks.emulation.emulated_results import Result, run_plans
@@ -45,9 +45,9 @@ _HEADS = (
 class RunFlags(TableFlags):
     """the model and the run"""
 
-    pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
-    num_layers: int = flag("layers, a multiple of the ranks", parse=at_least(2), metavar="L")
+    pipeline_size: int = flag("pipeline ranks", MISSING, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", MISSING, parse=at_least(1), metavar="M")
+    num_layers: int = flag("layers, a multiple of the ranks", MISSING, parse=at_least(2), metavar="L")
     placement: PlacementKind | None = flag(
         "where chosen layouts have their stages (default: any)", None, parse=str, choices=get_args(PlacementKind)
     )
@@ -62,7 +62,7 @@ class RunFlags(TableFlags):
 class LayoutFlags(RunFlags):
     """the output layer"""
 
-    output_layers: float = flag("how long the output takes, in layers", parse=positive, metavar="N")
+    output_layers: float = flag("how long the output takes, in layers", MISSING, parse=positive, metavar="N")
 
 
 def model_of(flags: RunFlags, output_layers: float) -> ModelCosts:

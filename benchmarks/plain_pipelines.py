@@ -48,9 +48,9 @@ system, and page faults for new tensors take up to a sixth of a step, at random 
 class PlainFlags(TableFlags):
     """what is measured"""
 
-    model: list[str] | None = flag("what is trained; by default all", None, choices=list(TRAININGS), repeat=True)
+    model: list[str] | None = flag("what is trained; by default all", None, choices=list(TRAININGS), action="append")
     schedule: list[str] | None = flag(
-        "schedule of Pipeline; by default 1f1b, zb-2p and zb-v", None, repeat=True, metavar="NAME"
+        "schedule of Pipeline; by default 1f1b, zb-2p and zb-v", None, action="append", metavar="NAME"
     )
     num_microbatches: int = flag("microbatches of a step", 4, parse=at_least(1), metavar="M")
     rounds: int = flag("rounds, in each of which every contestant has a turn", 7, parse=at_least(3), metavar="N")

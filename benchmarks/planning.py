@@ -48,7 +48,7 @@ class PlanningFlags(TableFlags):
     placement: list[PlacementKind] | None = flag(
         "placement to plan for; repeat for more (default: all)",
         None,
-        repeat=True,
+        action="append",
         parse=str,
         choices=get_args(PlacementKind),
     )

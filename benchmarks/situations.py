@@ -64,7 +64,7 @@ class SituationFlags(TableFlags):
     """the trainings"""
 
     situation: list[str] | None = flag(
-        "situation to measure; repeat for more (default: all)", None, repeat=True, choices=tuple(SITUATIONS)
+        "situation to measure; repeat for more (default: all)", None, action="append", choices=tuple(SITUATIONS)
     )
     pipeline_size: int = flag("pipeline ranks", 2, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration", 4, parse=at_least(1), metavar="M")

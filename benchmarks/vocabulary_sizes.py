@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 
 from benchmarks.emulation.emulated_results import Result
 from benchmarks.layout_gains import RunFlags, request_of, run_named, words_of
@@ -37,7 +37,7 @@ class SizesFlags(RunFlags):
     """the output layer"""
 
     output_layers: list[float] = flag(
-        "how long the output takes, in layers; repeat for more", parse=positive, repeat=True, metavar="N"
+        "how long the output takes, in layers; repeat for more", MISSING, parse=positive, action="append", metavar="N"
     )
 
 

@@ -26,7 +26,7 @@ class EmulationFlags(ScheduleFlags, LimitFlags, PostValidationFlags, TableFlags)
     """the run"""
 
     schedule: list[str] | None = flag(
-        "schedule to run; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
+        "schedule to run; repeat for more (default: all but optimal)", None, action="append", metavar="NAME"
     )
     peers: bool = flag("run torch.distributed.pipelining's schedules as well", False)
     steps: int = flag("measured steps of each schedule", 5, parse=at_least(1), metavar="N")

@@ -17,7 +17,7 @@ from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
 from benchmarks.emulation.variants import contestants
 from benchmarks.emulation.worker import EmulatedJob, StepRecord
-from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
+from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.schedule.figures import stage_costs
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Idle, Schedule, Timeline, lower, simulate
@@ -235,7 +235,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         "simulated",
         "above simulated",
         "span",
-        *IDLE_HEADS,
+        *("idle", "imbalance", "bubble"),
         "exposed (ms)",
     )
     rows: list[tuple[str, ...]] = [
@@ -247,7 +247,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
             f"{one.simulated:.1f}",
             f"{100 * (one.measured / one.simulated - 1):+.1f}%",
             f"{median(one.spans):.1f}",
-            *idle_cells(one.idle),
+            *(percent(share) for share in (one.idle.total, one.idle.imbalance, one.idle.bubble)),
             "" if one.exposed is None else f"{one.exposed:.2f}",
         )
         for one in results

@@ -22,7 +22,7 @@ from megatron.zero_bubble.cli.check import rank_check
 from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 from megatron.zero_bubble.cli.check.matrix import REFERENCE, cells, chosen, names
 from megatron.zero_bubble.cli.check.rank_check import RankCheck, find_difference
-from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, RankStart
 from tests.changes import Change, Run
 from tests.launch import ROOT
 from tests.trainings import run_trainings
@@ -134,9 +134,9 @@ THROUGH_HOST_MEMORY = ("PP2 x TP2", "PP2 x DP2, overlapped")
 def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...], tmp_path, monkeypatch):
     """With the layout of the command each training of the matrix runs over gloo once."""
     monkeypatch.setattr(RankStart, "run", run_on_forked_ranks)
-    monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend, False)], {}))
+    monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend)], {}))
     trainings = [cell for cell in cells("tiny", tmp_path) if cell.layout in layouts]
-    found = RankCheck(False, [], tmp_path, Limits(60.0), print).run(trainings)
+    found = RankCheck(False, [], tmp_path, 60.0, print).run(trainings)
     verdicts = [(result.layout, result.cell, result.verdict) for result in found.results]
     others = {REFERENCE: "reference", "checkpoint": "made"}
     assert verdicts == [(cell.layout, cell.name, others.get(cell.name, "equal")) for cell in trainings]
@@ -188,7 +188,7 @@ class Ranks:
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, *, has_cuda: bool) -> rank_check.RankFindings:
     monkeypatch.setattr(RankStart, "run", lambda start, trainings: ranks.run(start, trainings))
     monkeypatch.setattr(rank_check, "write_corpus", lambda prefix: None)
-    one = RankCheck(has_cuda, [], tmp_path, Limits(1.0), lambda what: None)
+    one = RankCheck(has_cuda, [], tmp_path, 1.0, lambda what: None)
     return one.run(cells("tiny", tmp_path))
 
 
@@ -247,11 +247,11 @@ def test_nothing_equals_a_reference_that_failed(tmp_path, monkeypatch):
 def test_ranks_share_the_first_device_and_have_what_nccl_needs_for_that(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    nccl, one_queue = Backend("nccl", True).environment(), Backend("nccl", True, one_queue=True).environment()
+    nccl, one_queue = Backend("nccl").environment(), Backend("nccl", one_queue=True).environment()
     assert nccl["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert nccl["NCCL_MAX_CTAS"] == "8", "what the user has set"
     assert (nccl["CUDA_DEVICE_MAX_CONNECTIONS"], one_queue["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("32", "1")
-    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in Backend("host", True).environment()
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in Backend("host").environment()
 
 
 RANK = """
@@ -285,9 +285,9 @@ def start(tmp_path):
     package.mkdir()
     (package / "fake_rank.py").write_text(RANK)
 
-    def start(trainings: dict[str, Any], limits: Limits) -> dict[str, Ended]:
+    def start(trainings: dict[str, Any], time_limit: float) -> dict[str, Ended]:
         (tmp_path / "jobs").mkdir()
-        ranks = RankStart(Backend("gloo", False), 2, [package], tmp_path / "jobs", limits, "fake_rank")
+        ranks = RankStart(Backend("gloo"), 2, [package], tmp_path / "jobs", time_limit, "fake_rank")
         return ranks.run(trainings)
 
     return start
@@ -297,7 +297,7 @@ def start(tmp_path):
 def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_path):
     trainings = {"first": None, "failing": ["fail"], "second": None, "hanging": ["hang"], "third": None}
     started = time.monotonic()
-    ended = start(trainings, Limits(training=3.0))
+    ended = start(trainings, 3.0)
     assert time.monotonic() - started < 60
     assert list(ended) == list(trainings)
     assert [one.error for one in ended.values()] == [
@@ -316,6 +316,6 @@ def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_
 
 def test_ranks_that_cannot_begin_are_not_started_again_and_again(start, monkeypatch):
     monkeypatch.setenv("BROKEN", "1")
-    ended = start({"first": None, "second": None}, Limits(training=3.0))
+    ended = start({"first": None, "second": None}, 3.0)
     assert {one.error for one in ended.values()} == {"ModuleNotFoundError: No module named 'yaml'"}
     assert len(ended) == 2

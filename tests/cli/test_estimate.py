@@ -360,7 +360,7 @@ def test_full_recomputation_is_an_operation_and_1f1b_of_megatron_core_recomputes
     assert main([*TOOL, "--schedule", "1f1b", "--schedule", "zb-h1", "--json", "--", *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["flops_of_a_microbatch"]["r"] > 0
-    inside = simulate(generate("1f1b", 4, job(*flags).num_microbatches), costs.recomputing_in_backward())
+    inside = simulate(generate("1f1b", 4, job(*flags).flags.most_microbatches), costs.recomputing_in_backward())
     for one in document["schedules"]:
         assert one["ratio_to_1f1b"] == pytest.approx(inside.makespan / one["makespan_ms"])
         assert one["idle"] == pytest.approx(one["imbalance"] + one["bubble_rate"])

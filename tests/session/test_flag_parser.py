@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 import pytest
 
@@ -13,7 +13,7 @@ class First:
 
     Only the first line is its title."""
 
-    num_layers: int = flag("number of layers")
+    num_layers: int = flag("number of layers", MISSING)
     rate: float = flag("a rate", 0.5)
     is_on: bool = flag("100% on", False, names=("--also-on",))
 
@@ -106,13 +106,13 @@ def test_a_field_of_a_type_without_a_word_for_it_is_refused():
     class Strange:
         """Strange."""
 
-        table: dict[str, int] = flag("a table")
+        table: dict[str, int] = flag("a table", MISSING)
 
     @dataclass
     class Unparsable:
         """Unparsable."""
 
-        value: complex = flag("a number")
+        value: complex = flag("a number", MISSING)
 
     with pytest.raises(TypeError, match="complex"):
         parse_flags(Unparsable, (Unparsable,), [], "program")

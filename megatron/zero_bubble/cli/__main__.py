@@ -39,28 +39,23 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names; return the command's exit status, or 130 after Ctrl-C."""
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # raised during an import; a running command handles Ctrl-C itself
-        return 130
-
-
-def _run(words: list[str]) -> int:
-    if words and words[0] in ("-h", "--help"):
-        from megatron.zero_bubble.cli.invocation import run_command
-        from megatron.zero_bubble.cli.output import deliver
-
-        return run_command("zero-bubble", lambda: deliver(_HELP, None))
+    words = sys.argv[1:] if argv is None else argv
     if not words:
         print(_HELP, end="", file=sys.stderr)
         return 2
-    if words[0] not in _COMMANDS:
-        print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
-        return 2
-    # Only this command is imported: `schedule` then loads in a tenth of a second, because it does not need torch.
-    command = import_module(f"megatron.zero_bubble.cli.{words[0]}_command")
-    status: int = command.main(words[1:])
-    return status
+    try:
+        if words[0] in ("-h", "--help"):
+            from megatron.zero_bubble.cli.invocation import run_command
+            from megatron.zero_bubble.cli.output import deliver
+
+            return run_command("zero-bubble", lambda: deliver(_HELP, None))
+        if words[0] in _COMMANDS:
+            # Only this command is imported: `schedule` then loads in a tenth of a second, because it needs no torch.
+            return int(import_module(f"megatron.zero_bubble.cli.{words[0]}_command").main(words[1:]))
+    except KeyboardInterrupt:  # raised during an import; a running command handles Ctrl-C itself
+        return 130
+    print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -68,13 +68,12 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     else:
         flags = flags.of_named_schedules()
     results = compare_trainings(flags, peers)
-    figures = [one.as_json() for one in results]
-    document: Any = figures
+    document: Any = [one.as_json() for one in results]
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
-        table = f"{table.rstrip()}\n\n{loss_agreement(results)}\n"
+        table += f"\n{loss_agreement(results)}\n"
     if is_own_training:
         text = advice(results, flags.iterations)
-        table = f"{table.rstrip()}\n\n{text}\n"
-        document = {"results": figures, "advice": text}
+        table += f"\n{text}\n"
+        document = {"results": document, "advice": text}
     flags.deliver(document, table)

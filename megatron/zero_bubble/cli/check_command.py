@@ -30,7 +30,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
+from megatron.zero_bubble.cli.trainings import one_process
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -63,24 +63,20 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
     # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
     from megatron.zero_bubble.cli.check.findings import Findings, describe_machine
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
-    from megatron.zero_bubble.cli.check.rank_jobs import Limits
 
-    device = torch.device(flags.device)
     results: dict[str, Any] = {"stages": [], "without_room": {}}
     errors: dict[str, str] = {}
 
     def stages() -> None:
         for model in SIZES[flags.size]:
             if flags.model in (None, model.name):
-                _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, device, results)
+                _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, results)
 
     def ranks() -> None:
-        limits = Limits(training=flags.time_limit)
-        rank_check = RankCheck(device.type == "cuda", [ROOT], scratch, limits, _say)
+        rank_check = RankCheck(flags.device == "cuda", [ROOT], scratch, flags.time_limit, _say)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
-    parts: tuple[Callable[[], None], ...] = (stages, ranks)
-    for name, part in zip(PARTS, parts, strict=True):
+    for name, part in zip(PARTS, (stages, ranks), strict=True):
         if name in (flags.only or PARTS):
             try:
                 part()
@@ -90,13 +86,10 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
     return Findings(describe_machine(ROOT), errors=errors, **results)
 
 
-def _check_stage(model: Model, flags: CheckFlags, device: torch.device, results: dict[str, Any]) -> None:
+def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> None:
     _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
     try:
-        measured = _measure_stage(model, flags, device)
-        times = ", ".join(f"{kind} {measured.profile.time(kind):.3f} ms" for kind in measured.profile.times)
-        _say(f"{times}, (B + W) / fused {measured.profile.price:.3f}")
-        results["stages"].append(measured)
+        results["stages"].append(_measure_stage(model, flags))
     except torch.OutOfMemoryError as error:
         results["without_room"][model.name] = one_line(error)
     # Reference cycles keep the memory of this stage alive, and the next stage needs the memory.
@@ -104,13 +97,16 @@ def _check_stage(model: Model, flags: CheckFlags, device: torch.device, results:
     torch.cuda.empty_cache()
 
 
-def _measure_stage(model: Model, flags: CheckFlags, device: torch.device) -> StageCheck:
+def _measure_stage(model: Model, flags: CheckFlags) -> StageCheck:
     from megatron.zero_bubble.cli.check.findings import StageCheck
-    from megatron.zero_bubble.cli.check.stage_run import middle_stage
+    from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MiddleStage
 
-    with middle_stage(model, device) as stage:
+    with one_process(model.arguments(NUM_RANKS)):
+        stage = MiddleStage(model, torch.device(flags.device))
         profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
+    times = ", ".join(f"{kind} {profile.time(kind):.3f} ms" for kind in profile.times)
+    _say(f"{times}, (B + W) / fused {profile.price:.3f}")
     message_bytes = 2 * model.seq_length * model.micro_batch_size * model.hidden_size  # in bf16
     return StageCheck(model, profile, memory, message_bytes / flags.interconnect_bandwidth / 1e6)
 

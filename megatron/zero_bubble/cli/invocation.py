@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
@@ -41,23 +41,6 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
         return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         return 130
-
-
-def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """Return (command that the first word of `argv` names, remaining words); `--help` prints `usage` and exits.
-
-    Raises:
-        ValueError: the first word is missing, or names no command.
-        OSError: `usage` cannot be written.
-    """
-    if not argv:
-        raise ValueError("the following arguments are required: COMMAND")
-    if argv[0] in ("-h", "--help"):
-        deliver(usage, None)
-        raise SystemExit(0)
-    if argv[0] not in commands:
-        raise ValueError(f"argument COMMAND: invalid choice: {argv[0]!r} (choose from {', '.join(commands)})")
-    return argv[0], list(argv[1:])
 
 
 class _CommandParser(FlagParser):
@@ -144,8 +127,10 @@ _SMALLEST, _LARGEST = 1e-20, 1e20
 """Bounds for the absolute value of a nonzero number in a flag, so that results neither overflow nor underflow."""
 
 
-def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], tuple[float, ...]]:
-    """Return a parser of a number or a comma-separated list of numbers, all above `above` and at least `at_least`."""
+def numbers(
+    at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
+) -> Callable[[str], tuple[float, ...]]:
+    """Return a parser of a number or a comma-separated list of numbers, all within the bounds."""
 
     def parse(text: str) -> tuple[float, ...]:
         values = tuple(_parsed_number(word) for word in text.split(","))
@@ -154,16 +139,18 @@ def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[
                 raise argparse.ArgumentTypeError(f"must be above {above:g}, got {value}")
             if value < at_least:
                 raise argparse.ArgumentTypeError(f"must not be below {at_least:g}, got {value}")
+            if value > at_most:
+                raise argparse.ArgumentTypeError(f"must not be above {at_most:g}, got {value}")
         return values
 
     return parse
 
 
-def one_number(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
-    """Return a parser of one number above `above` and at least `at_least`."""
+def one_number(**bounds: float) -> Callable[[str], float]:
+    """Return a parser of one number within the bounds, which `numbers` describes."""
 
     def parse(word: str) -> float:
-        value, *more = numbers(at_least, above)(word)
+        value, *more = numbers(**bounds)(word)
         if more:
             raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
         return value
@@ -172,7 +159,6 @@ def one_number(at_least: float = -math.inf, above: float = -math.inf) -> Callabl
 
 
 positive = one_number(above=0)
-"""Parses one number above zero."""
 
 
 def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.files import write_file
+
+T = TypeVar("T")
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -47,15 +49,6 @@ def percent(fraction: float) -> str:
     return f"{round(100 * float(fraction), 2) + 0.0:.2f}%"
 
 
-IDLE_HEADS = ("idle", "imbalance", "bubble")
-"""Headings of the columns that `idle_cells` fills."""
-
-
-def idle_cells(idle: Idle | None) -> tuple[str, str, str]:
-    """Return table cells for the idle share, imbalance and bubble; the cells are empty if `idle` is None."""
-    return ("", "", "") if idle is None else (percent(idle.total), percent(idle.imbalance), percent(idle.bubble))
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
     """Return a table as text, or as Markdown: the first column is aligned left, the other columns right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -71,3 +64,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool
 
     rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(heads), *([line(rule)] if markdown else []), *map(line, rows)]) + "\n"
+
+
+def table_of(columns: Mapping[str, Callable[[T], str]], items: Iterable[T], *, markdown: bool = False) -> str:
+    """Return a table with a row for each item; `columns` maps each heading to a function from an item to its cell."""
+    return table(list(columns), [[cell(item) for cell in columns.values()] for item in items], markdown=markdown)

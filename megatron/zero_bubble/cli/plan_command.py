@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from megatron.zero_bubble.cli.invocation import at_least, read_flags, reading, run_command
-from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
@@ -61,9 +61,9 @@ def _layers(text: str) -> tuple[int, ...]:
 class PlanFlags(TableFlags):
     """the model and the pipeline"""
 
-    costs: Path = flag("JSON file with the costs of the model's units; required", None, parse=Path, metavar="FILE")
-    pipeline_size: int = flag("pipeline ranks; required", None, parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
+    costs: Path = flag("JSON file with the costs of the model's units; required")
+    pipeline_size: int = flag("pipeline ranks; required", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration; required", parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
         "memory limit of a rank: a multiple (1.5) of the activations of 1F1B, or interleaved 1F1B, on Megatron's split "
         "or your own layout, added to the fullest rank's states; or bytes (40GiB) for states and activations; or auto "
@@ -73,15 +73,14 @@ class PlanFlags(TableFlags):
         metavar="L",
     )
     placement: PlacementKind | None = flag(
-        "placement of the stages on ranks (default: the fastest)", None, parse=str, choices=get_args(PlacementKind)
+        "placement of the stages on ranks (default: the fastest)", parse=str, choices=get_args(PlacementKind)
     )
     num_chunks: int | None = flag(
-        "model chunks per rank (default: the fastest number)", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+        "model chunks per rank (default: the fastest number)", parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     recompute: str | None = flag(
         "none: keep all activations; full: recompute all layers; planned: recompute as much as the memory limit "
         "requires (default: the faster of none and planned)",
-        None,
         choices=[recompute.value for recompute in Recompute],
     )
     vocabulary_parallel: str = flag(
@@ -91,13 +90,11 @@ class PlanFlags(TableFlags):
     own_layers: tuple[int, ...] | None = flag(
         "layers of each stage of your own layout, in model order, such as 9,8,8,7; several stages per rank are "
         "interleaved, unless --own-placement is v",
-        None,
         parse=_layers,
         metavar="N,...",
     )
     own_placement: PlacementKind | None = flag(
         "placement of the stages of your own layout (default: linear or interleaved, as in Megatron)",
-        None,
         parse=str,
         choices=get_args(PlacementKind),
     )
@@ -120,12 +117,7 @@ class PlanFlags(TableFlags):
         given = f"argument --own-layers {','.join(map(str, self.own_layers))}"
         chunks, rest = divmod(len(self.own_layers), self.pipeline_size)
         kind = self.own_placement or ("linear" if chunks == 1 else "interleaved")
-        if (
-            rest
-            or not 1 <= chunks <= MOST_CHUNKS
-            or (kind == "linear") != (chunks == 1)
-            or (kind == "v" and chunks > 2)
-        ):
+        if rest or chunks not in {"linear": (1,), "v": (2,), "interleaved": range(2, MOST_CHUNKS + 1)}[kind]:
             raise ValueError(f"{given} has {len(self.own_layers)} stages, which {self.pipeline_size} ranks cannot hold")
         if sum(self.own_layers) != num_layers:
             raise ValueError(f"{given} has {sum(self.own_layers)} layers, but --costs {self.costs} has {num_layers}")
@@ -186,8 +178,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     """Return the `PlanRequest` of the flags; its layout for comparison is --own-layers or Megatron's split.
 
     Raises:
-        ValueError: the file of costs cannot be read, or the layers cannot be divided among the ranks as the flags
-            demand.
+        ValueError: the file of costs cannot be read, or the layers do not divide as the flags demand.
     """
     with reading("--costs", flags.costs):
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
@@ -213,7 +204,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         is_interleaved = usual.placement.kind == "interleaved"
         capacity = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=is_interleaved)
         return replace(request, capacity=capacity)
-    return request if limit.num_bytes is None else replace(request, capacity=float(limit.num_bytes))
+    return replace(request, capacity=limit.num_bytes)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -234,21 +225,18 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _as_text(request: PlanRequest, chosen: Plan, usual: Sequence[Plan], flags: PlanFlags) -> str:
-    heads = ("layout", "layers of each stage", "time", "bubble", "idle", "fullest rank")
-    cells = [
-        (
-            name,
-            layers_words(plan.layout),
-            f"{plan.time:.6g}",
-            percent(plan.timeline.bubble_rate),
-            percent(plan.timeline.idle.total),
-            f"{plan.memory:.6g}",
-        )
-        for name, plan in named_plans(chosen, usual, flags.usual_name)
-    ]
+    columns: dict[str, Callable[[tuple[str, Plan]], str]] = {
+        "layout": lambda named: named[0],
+        "layers of each stage": lambda named: layers_words(named[1].layout),
+        "time": lambda named: f"{named[1].time:.6g}",
+        "bubble": lambda named: percent(named[1].timeline.bubble_rate),
+        "idle": lambda named: percent(named[1].timeline.idle.total),
+        "fullest rank": lambda named: f"{named[1].memory:.6g}",
+    }
     limit = "no limit" if request.capacity is None else f"{request.capacity:.6g}"
     lines = [f"memory limit of a rank, states included: {limit}"]
     if usual:
         lines.append(f"as fast as, on {flags.usual_name}: {gain_words(chosen, usual)}")
     lines.append(f"flags: {flags_text(flags_of_layout(chosen.layout))}")
-    return table(heads, cells, markdown=flags.markdown) + "\n".join(lines) + "\n"
+    rows = named_plans(chosen, usual, flags.usual_name)
+    return table_of(columns, rows, markdown=flags.markdown) + "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """Change the times, memory and messages of schedules in a browser, and see the effect.
 
-The playground's page runs this package in the browser. The page needs no network: `zero-bubble playground` serves the
-page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the page's files
-to a folder, for any web server, and serves nothing.
+The playground's page runs this package in the browser. The page needs no network, because `zero-bubble playground`
+serves the page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the
+page's files to a folder, for any web server, and serves nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ class PlaygroundFlags(CommandFlags):
     """the page"""
 
     port: int | None = flag(
-        "port on 127.0.0.1; 0 takes a free port (default: 0)", None, parse=at_least(0, 65535), metavar="PORT"
+        "port on 127.0.0.1; 0 takes a free port (default: 0)", parse=at_least(0, 65535), metavar="PORT"
     )
     no_browser: bool = flag("open no browser, only print the address", False)
-    output: Path | None = flag("write the page to DIR instead of serving it", None, parse=Path, metavar="DIR")
-    pyodide: Path | None = flag(
-        "folder of the npm package pyodide (default: the copy in this package)", None, parse=Path, metavar="DIR"
-    )
+    output: Path | None = flag("write the page to DIR instead of serving it", metavar="DIR")
+    pyodide: Path | None = flag("folder of the npm package pyodide (default: the copy in this package)", metavar="DIR")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.cli.invocation import choose_command, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.schedule.commands import COMMANDS
 
 _PROG = "zero-bubble schedule"
@@ -29,7 +30,13 @@ def main(argv: list[str]) -> int:
 
 
 def _run(words: list[str], prog: str) -> None:
-    name, rest = choose_command(COMMANDS, words, _HELP)
-    command = COMMANDS[name]
-    example = f"\n\nexample:\n  {prog} {command.example}".rstrip()
-    command.run(read_flags(command.flags, rest, prog, f"{command.summary[0].upper()}{command.summary[1:]}.{example}"))
+    if not words:
+        raise ValueError("the following arguments are required: COMMAND")
+    if words[0] in ("-h", "--help"):
+        deliver(_HELP, None)
+        return
+    if words[0] not in COMMANDS:
+        raise ValueError(f"argument COMMAND: invalid choice: {words[0]!r} (choose from {', '.join(COMMANDS)})")
+    command = COMMANDS[words[0]]
+    text = f"{command.summary[0].upper()}{command.summary[1:]}.\n\nexample:\n  {prog} {command.example}".rstrip()
+    command.run(read_flags(command.flags, words[1:], prog, text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -36,7 +36,7 @@ class CommandFlags:
 class FileFlags(CommandFlags):
     """output"""
 
-    output: Path | None = flag("write to FILE instead of printing", None, parse=Path, metavar="FILE")
+    output: Path | None = flag("write to FILE instead of printing")
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,13 @@ class TableFlags(ResultFlags):
 class SizeFlags(CommandFlags):
     """the pipeline"""
 
-    pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
+    pipeline_size: int = flag("pipeline ranks", MISSING, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", MISSING, parse=at_least(1), metavar="M")
     num_chunks: int | None = flag(
-        "model chunks per rank, for schedules that allow a choice", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+        "model chunks per rank, for schedules that allow a choice", parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     microbatch_group_size: int | None = flag(
         "interleaved schedules: microbatches that pass a chunk before the next chunk's turn (default: P)",
-        None,
         parse=at_least(1),
         metavar="N",
     )
@@ -83,19 +82,18 @@ class SizeFlags(CommandFlags):
 
 def time_flag(what: str, default: str = "1") -> Any:
     """Return the flag for the time of F, B or W; `what` describes the operation."""
-    return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
+    return flag(f"time of {what} of a microbatch (default: {default})", parse=numbers(above=0), metavar="T")
 
 
 def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
-    return flag(text, None, parse=numbers(at_least), metavar=metavar)
+    return flag(text, parse=numbers(at_least), metavar=metavar)
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag --host-bandwidth; `of` names, for its help text, the flag that --host-bandwidth requires."""
+    """Return the flag --host-bandwidth; its help text names the flag `of`, which --host-bandwidth requires."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
         "this speed instead of a measurement",
-        None,
         parse=positive,
         metavar="X",
     )
@@ -139,11 +137,10 @@ class CostFlags(CommandFlags):
     vocabulary_parallel: float | None = flag(
         "spread embedding and output layer over all ranks; T is the time of F of the whole output layer, and also of "
         "its B and its W",
-        None,
         parse=positive,
         metavar="T",
     )
-    costs: Path | None = flag("read all costs from a JSON file (docs/commands.md)", None, parse=Path, metavar="FILE")
+    costs: Path | None = flag("read all costs from a JSON file (docs/commands.md)")
     host_bandwidth: float | None = host_bandwidth_flag("--costs FILE, a profile of a run")
     no_overlap_communication: bool = flag("sender and receiver compute nothing during a message", False)
 
@@ -163,10 +160,10 @@ class CostFlags(CommandFlags):
         return not self.no_overlap_communication
 
     @property
-    def has_times(self) -> bool:
-        """Whether flags give times in milliseconds; if not, the unit of time is the time of one F."""
+    def time_unit(self) -> str:
+        """The unit of a schedule's times: milliseconds or, if the flags give no times, the time of one F."""
         names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
-        return any(getattr(self, name) is not None for name in names)
+        return "F" if all(getattr(self, name) is None for name in names) else "ms"
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,6 @@ class LimitFlags(CommandFlags):
     memory_limit: tuple[float, ...] | None = flag(
         "memory limit of a rank in M_B, the memory that one microbatch holds on a whole rank between F and B (the "
         "largest --memory-f); one number, or a comma-separated list with one for each rank",
-        None,
         parse=numbers(above=0),
         metavar="L",
     )
@@ -189,7 +185,6 @@ class RecomputeFlags(CommandFlags):
     recompute: str | None = flag(
         "none: keep all activations; full: recompute all layers; planned: recompute as much as the memory limit "
         "requires (default: none)",
-        None,
         choices=[recompute.value for recompute in Recompute],
     )
 
@@ -205,7 +200,6 @@ class OffloadFlags(CommandFlags):
     offload: str | None = flag(
         "auto: copy activations to the host and back if such copies make a plan within --memory-limit faster (default: "
         "off)",
-        None,
         choices=("off", "auto"),
     )
 
@@ -220,7 +214,6 @@ class PlacementFlags(SizeFlags):
 
     placement: PlacementKind | None = flag(
         "placement of the stages under the schedule auto (default: linear for one chunk per rank, else interleaved)",
-        None,
         parse=str,
         choices=get_args(PlacementKind),
     )

@@ -30,8 +30,7 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run on this machine. If so, `complete_training` checks the
-            packages, devices and permissions of the machine.
+        for_this_machine: whether to check the packages, devices and permissions of this machine, too.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
@@ -60,8 +59,7 @@ def failure_reason(log: str) -> str | None:
     for line in lines:
         if ": error: " in line:
             return line.split(": error: ", 1)[1]
-    errors = [line for line in lines if re.search(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
-    return errors[0] if errors else None
+    return next((line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)), None)
 
 
 @contextmanager

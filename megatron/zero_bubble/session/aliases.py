@@ -20,13 +20,13 @@ class AliasFlags:
     enable_zero_bubble: bool = flag("the same as --zero-bubble", False)
     zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
     zero_bubble_v_schedule_mem_setup: str | None = flag(
-        "with --zero-bubble-v-schedule: v-min, v-half or zb-v (default: zb)", None, choices=("min", "half", "zb")
+        "with --zero-bubble-v-schedule: v-min, v-half or zb-v (default: zb)", choices=("min", "half", "zb")
     )
     zero_bubble_max_pending_backward: str | None = flag(
-        "memory limit as forwards whose backward is pending: N, or auto", None
+        "memory limit as forwards whose backward is pending: N, or auto"
     )
-    zero_bubble_pipeline_timers_start_iter: int | None = flag("START of --zero-bubble-profile-iters", None)
-    zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters", None)
+    zero_bubble_pipeline_timers_start_iter: int | None = flag("START of --zero-bubble-profile-iters")
+    zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters")
     enable_optimizer_post_validation: bool = flag("the same as --zero-bubble-post-validation", False)
     enable_exactly_numeric_match: bool = flag("accepted without effect: numerics always match", False)
 

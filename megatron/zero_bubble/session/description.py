@@ -32,9 +32,8 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     print_rank_0(parameter_line(ranks))
     if plan is not None:
         unsplit = unsplit_modules(ranks)
-        print_rank_0(deferred_line(ranks))
-        for name, share in unsplit.items():
-            print_rank_0(unsplit_line(name, share))
+        for line in (deferred_line(ranks), *(unsplit_line(name, share) for name, share in unsplit.items())):
+            print_rank_0(line)
         _refuse_unsplit(flags, ranks, unsplit)
     if flags.overlap_moe_expert_parallel_comm and flags.vocabulary_parallel:
         print_rank_0(

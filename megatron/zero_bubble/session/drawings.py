@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
-from megatron.zero_bubble.session.timeline_files import measured_timeline, write_timeline
+from megatron.zero_bubble.session.timeline_files import in_memory_unit, measured_timeline, write_timeline
 
 _CLOCK_ROUNDS = 9
 
@@ -63,11 +62,7 @@ class TimelineWriter:
         if dist.get_rank() == 0:
             schedule = self._source.schedule(num_microbatches).without_communication()
             profile = self._source.profile
-            costs = None if profile is None else profile.costs
-            if costs is not None:
-                memory = [field.name for field in fields(costs) if field.name.startswith("memory")]
-                in_mib = {name: tuple(value / 2**20 for value in getattr(costs, name)) for name in memory}
-                costs = replace(costs, **in_mib)
+            costs = None if profile is None else in_memory_unit(profile.costs, 2**20)
             timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
             write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
 
@@ -85,9 +80,7 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment. After each of several barriers, this rank compares its clock with
-    the first rank's clock. `clock_offset` returns the median difference of the clocks. The error of the median is about
-    the time of a barrier, some tens of microseconds on one host.
+    The result is the median over several barriers, which all ranks leave at nearly the same moment.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -74,8 +75,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
     """
     if torch.cuda.is_available() or torch.version.cuda is None or flags.distributed_backend is not None:
         return
-    reason = _sign_of_device(environment, nodes)
-    if reason is not None:
+    if (reason := _sign_of_device(environment, nodes)) is not None:
         raise ValueError(
             f"torch, built for CUDA {torch.version.cuda}, finds no CUDA device on host {host_name(environment)}, where "
             f"{reason} says that there is one: see nvidia-smi; --distributed-backend gloo trains on the CPU"
@@ -83,7 +83,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """The environment variable or device file that indicates a CUDA device for this process; None without a sign."""
+    """The environment variable or device file that indicates a CUDA device for this process, if any."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # Slurm writes NoDevFiles if it gives the task no device.
@@ -96,17 +96,15 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
     """Raise `ValueError` if `world_size`, set by `source`, is not a multiple of the number of ranks of a replica."""
-    ranks = flags.ranks_of_replica
-    if world_size % ranks == 0:
-        return
-    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
-    context = flags.context_parallel_size
-    sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
-    sizes += f" x --context-parallel-size {context}" if context > 1 else ""
-    raise ValueError(
-        f"{sizes} = {ranks} ranks do not divide the {world_size} ranks of the job: "
-        f"{source} must give a multiple of {ranks}"
-    )
+    ranks, context = flags.ranks_of_replica, flags.context_parallel_size
+    if world_size % ranks:
+        sizes = f"--tensor-model-parallel-size {flags.tensor_model_parallel_size}"
+        sizes += f" x --pipeline-model-parallel-size {flags.pipeline_model_parallel_size}"
+        sizes += f" x --context-parallel-size {context}" if context > 1 else ""
+        raise ValueError(
+            f"{sizes} = {ranks} ranks do not divide the {world_size} ranks of the job: "
+            f"{source} must give a multiple of {ranks}"
+        )
 
 
 def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
@@ -175,11 +173,6 @@ def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: S
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, with runs shortened: `0-3, 7`."""
-    words: list[str] = []
-    first = numbers[0]
-    for number, following in zip(numbers, (*numbers[1:], None), strict=True):
-        if following != number + 1:
-            words.append(str(first) if first == number else f"{first}-{number}")
-            first = following if following is not None else first
-    return ", ".join(words)
+    """Ascending numbers as text, with runs shortened as in `0-3, 7`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -35,8 +35,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
         hierarchy = Hierarchy.parse(text, warmup)
     except ValueError as error:
         raise ValueError(f"{HIERARCHICAL_SGD} {text}: {error}") from error
-    replicas = flags.data_parallel_size
-    if replicas == 1:
+    if (replicas := flags.data_parallel_size) == 1:
         raise ValueError(
             f"{HIERARCHICAL_SGD} {text} needs several data-parallel replicas, and {flags.world_size} ranks make one: "
             "start more ranks, or leave the flag out"
@@ -144,8 +143,8 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
     if gain < 0.001:
         reason = "its ranks end an iteration at the same time"
         return f" > {POST_VALIDATION} gains nothing with schedule {schedule.name}: {reason}"
-    text = f" > {POST_VALIDATION}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
     awaited = awaited_by_the_first_stage(flags, schedule.placement)
+    text = f" > {POST_VALIDATION}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
     return text if awaited is None else f"{text}; but the first stage waits for the last, because {awaited}"
 
 
@@ -193,8 +192,6 @@ def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
     """Whether the searched layouts have vocabulary shards; None if layouts with and without shards are compared."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
-    if flags.use_torch_fsdp2:
-        return False
     ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
-    has_shards = divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers and not flags.variable_seq_lengths
-    return None if has_shards else False
+    excludes_shards = flags.use_torch_fsdp2 or flags.mtp_num_layers or flags.variable_seq_lengths
+    return None if divides(padded_vocab_size, *ranks) and not excludes_shards else False

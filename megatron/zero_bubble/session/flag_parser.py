@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
@@ -12,43 +13,28 @@ T = TypeVar("T")
 
 def flag(
     help: str,
-    default: Any = MISSING,
+    default: Any = None,
     *,
-    choices: Sequence[str] | None = None,
-    nargs: str | int | None = None,
-    const: Any = None,
     names: Sequence[str] = (),
     parse: Callable[[str], Any] | None = None,
-    metavar: str | None = None,
-    repeat: bool = False,
+    **options: Any,
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
-    Field `num_layers` becomes `--num-layers`. A flag without a default is required. A `bool` flag takes no value; if
-    the flag is given, the field is True.
+    Field `num_layers` becomes `--num-layers`. A `bool` flag takes no value; if the flag is given, the field is True.
 
     Args:
-        const: the value of the field if the flag is given without a value, as is possible with `nargs="?"`.
+        default: the value of the field without the flag; with `dataclasses.MISSING`, the flag is required. argparse
+            converts a default value that is a string like the text of the flag.
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
-            the field determines the conversion. argparse also converts a default value that is a string.
-        metavar: placeholder of the value in `--help`.
-        repeat: allow the flag several times, and collect its values in a list.
+            the field determines the conversion.
+        options: further arguments of argparse's `add_argument`, such as `choices`, `nargs` and `metavar`; options that
+            are None are left out. With `action="append"`, the user may repeat the flag, and the field is a list.
     """
-    return field(
-        default=default,
-        kw_only=True,
-        metadata={
-            "help": help,
-            "choices": choices,
-            "nargs": nargs,
-            "const": const,
-            "names": tuple(names),
-            "parse": parse,
-            "metavar": metavar,
-            "repeat": repeat,
-        },
-    )
+    given = {name: value for name, value in options.items() if value is not None}
+    metadata = {"help": help, "names": tuple(names), "parse": parse, **given}
+    return field(default=default, kw_only=True, metadata=metadata)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -106,34 +92,23 @@ def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[F
 
 
 def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None:
-    names = [f"--{entry.name.rstrip('_').replace('_', '-')}", *entry.metadata["names"]]
-    options: dict[str, Any] = {"dest": entry.name, "help": _help(entry).replace("%", "%%")}
-    if hint is bool:
-        section.add_argument(*names, action="store_true", default=entry.default, **options)
-        return
-    options["type"] = entry.metadata["parse"] or _converter(hint)
-    options["choices"] = entry.metadata["choices"]
-    if entry.metadata["repeat"]:
-        options["action"] = "append"
-    if entry.metadata["nargs"] is not None:
-        options["nargs"] = entry.metadata["nargs"]
-        options["const"] = entry.metadata["const"]
+    options: dict[str, Any] = {"dest": entry.name, **entry.metadata}
+    names = (f"--{entry.name.rstrip('_').replace('_', '-')}", *options.pop("names"))
+    parse = options.pop("parse")
     if entry.default is MISSING:
         options["required"] = True
     else:
         options["default"] = entry.default
-    if entry.metadata["metavar"] is not None:
-        options["metavar"] = entry.metadata["metavar"]
-    elif options["choices"] is None:
-        options["metavar"] = {_integer: "INT"}.get(options["type"], options["type"].__name__.upper())
+        if entry.default is not None and entry.default is not False:
+            options["help"] += f" (default: {entry.default})"
+    options["help"] = options["help"].replace("%", "%%")
+    if hint is bool:
+        section.add_argument(*names, action="store_true", **options)
+        return
+    options["type"] = convert = parse or _converter(hint)
+    if "choices" not in options:
+        options.setdefault("metavar", {_integer: "INT", Path: "FILE"}.get(convert, convert.__name__.upper()))
     section.add_argument(*names, **options)
-
-
-def _help(entry: Field[Any]) -> str:
-    text = entry.metadata["help"]
-    if entry.default is MISSING or entry.default is None or entry.default is False:
-        return text
-    return f"{text} (default: {entry.default})"
 
 
 def _converter(hint: Any) -> Any:
@@ -142,7 +117,7 @@ def _converter(hint: Any) -> Any:
     for inner in types:
         if inner is int:
             return _integer
-        if inner in (float, str):
+        if inner in (float, str, Path):
             return inner
     raise TypeError(f"no flag can be made of the type {hint}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.zero_bubble.session.aliases import check_window, pending_backwards
@@ -21,19 +21,17 @@ class ParallelFlags:
     context_parallel_size: int = flag("ranks that share each sequence", 1)
     expert_model_parallel_size: int = flag("ranks of a stage that share the experts", 1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "layers in a model chunk, to have several chunks on a rank", None
+        "layers in a model chunk, to have several chunks on a rank"
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks on a rank", None)
+    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks on a rank")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "microbatches that a chunk runs before the rank's next chunk runs (default: pipeline size)", None
+        "microbatches that a chunk runs before the rank's next chunk runs (default: pipeline size)"
     )
-    pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
+    pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation")
     decoder_first_pipeline_num_layers: int | None = flag(
-        "layers of the first pipeline rank; in a V, of the first stage", None
+        "layers of the first pipeline rank; in a V, of the first stage"
     )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        "layers of the last pipeline rank; in a V, of the last stage", None
-    )
+    decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank; in a V, of the last stage")
     account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
     account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
     allow_padding_num_layers: bool = flag("allow a number of layers that the stages do not divide", False)
@@ -49,7 +47,7 @@ class ParallelFlags:
         False,
     )
     distributed_backend: str | None = flag(
-        "torch.distributed backend (default: nccl, gloo without CUDA)", None, choices=("nccl", "gloo")
+        "torch.distributed backend (default: nccl, gloo without CUDA)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag("minutes after which a collective gives up", 10)
 
@@ -65,8 +63,7 @@ class ReplicaFlags:
 
     hierarchical_sgd: str | None = flag(
         "PERIOD:SIZE,PERIOD:SIZE,...: step on each replica's own gradients, and average parameters in groups of SIZE "
-        "replicas every PERIOD iterations; the last group is all replicas (docs/replicas.md)",
-        None,
+        "replicas every PERIOD iterations; the last group is all replicas (docs/replicas.md)"
     )
     hierarchical_sgd_warmup: int = flag(
         "iterations, from the start of the training, that reduce gradients over all replicas before "
@@ -84,21 +81,18 @@ class ZeroBubbleFlags:
     )
     zero_bubble_schedule: str | None = flag(
         "schedule to run on the layout of Megatron's flags: a name in docs/schedules.md, or file:PATH of a file that "
-        "zero-bubble schedule wrote",
-        None,
+        "zero-bubble schedule wrote"
     )
     zero_bubble_keep_layout: bool = flag(
         "keep the layers, chunks and placement of Megatron's flags, and plan only the order of operations", False
     )
     zero_bubble_placement: str | None = flag(
         "placement of the chunks: linear (one a rank), interleaved or v (default: the fastest of these)",
-        None,
         choices=("linear", "interleaved", "v"),
     )
     zero_bubble_vocabulary_parallel: str | None = flag(
         "on: spread embedding and output layer over all pipeline ranks; auto: where that is faster (default: auto "
         "where the layout is chosen, otherwise off; without a value: on)",
-        None,
         choices=("on", "off", "auto"),
         nargs="?",
         const="on",
@@ -109,13 +103,11 @@ class ZeroBubbleFlags:
     )
     zero_bubble_memory_limit: str | None = flag(
         "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto: nine tenths of free memory "
-        "(default: the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
-        None,
+        "(default: the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)"
     )
     zero_bubble_recompute: str | None = flag(
         "planned: recompute a microbatch's forward only where the memory limit leaves no room for its activations "
         "(without a value: planned)",
-        None,
         choices=("planned",),
         nargs="?",
         const="planned",
@@ -123,26 +115,22 @@ class ZeroBubbleFlags:
     zero_bubble_offload: str | None = flag(
         "auto: copy activations to host memory and back where that makes a plan within --zero-bubble-memory-limit "
         "faster; the copies are measured in the profiled iterations (default: off)",
-        None,
         choices=("off", "auto"),
     )
     zero_bubble_microbatch_order: str | None = flag(
         "order in which a step takes its microbatches: planned from their lengths, or the order of the data "
         "(default: planned where lengths vary, as with --variable-seq-lengths)",
-        None,
         choices=("planned", "data"),
     )
     zero_bubble_profile_iters: list[int] | None = flag(
         "START END: first and last iteration to profile, counted from the start of this job; 0 0: none (default: 3 6)",
-        None,
         nargs=2,
     )
-    zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
+    zero_bubble_profile_output: str | None = flag("file to write the measured costs to")
     zero_bubble_unit_costs_output: str | None = flag(
-        "file for the measured costs of the model's layers, which zero-bubble plan reads",
-        None,
+        "file for the measured costs of the model's layers, which zero-bubble plan reads"
     )
-    zero_bubble_profile_input: str | None = flag("file of measured costs, from which to plan at the start", None)
+    zero_bubble_profile_input: str | None = flag("file of measured costs, from which to plan at the start")
     zero_bubble_replan_threshold: float = flag(
         "plan again when a stage's time has changed by this fraction; 0: never", 0.0
     )
@@ -151,7 +139,6 @@ class ZeroBubbleFlags:
     )
     zero_bubble_rollback: str | None = flag(
         "how a wrong step is undone: snapshot restores a copy, inverse inverts AdamW (default: snapshot)",
-        None,
         choices=("snapshot", "inverse"),
     )
     zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
@@ -160,19 +147,17 @@ class ZeroBubbleFlags:
         "schedule",
         False,
     )
-    zero_bubble_timeline: str | None = flag("folder for drawings and traces of every rank's operations", None)
+    zero_bubble_timeline: str | None = flag("folder for drawings and traces of every rank's operations")
     zero_bubble_timeline_iters: list[int] | None = flag(
-        "FIRST LAST: the iterations to draw (default: the two iterations after the profile)", None, nargs=2
+        "FIRST LAST: the iterations to draw (default: the two iterations after the profile)", nargs=2
     )
     zero_bubble_timeout: float | None = flag(
         "seconds that one operation may take before the job ends and reports where every rank is; 0: no limit "
-        "(default: nine tenths of --distributed-timeout-minutes)",
-        None,
+        "(default: nine tenths of --distributed-timeout-minutes)"
     )
     zero_bubble_communicator: str | None = flag(
         "host: send messages between stages through host memory and gloo, to tell a fault of NCCL from a fault of the "
         "schedule (default: the backend's own channels)",
-        None,
         choices=("host",),
     )
 
@@ -188,7 +173,7 @@ class ZeroBubbleFlags:
 
 
 def flag_name(name: str) -> str:
-    """The flag of a field as the user writes it: `num_layers` becomes `--num-layers`."""
+    """The flag of a field as the user writes it, such as `--num-layers` for `num_layers`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -216,19 +201,13 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that would have no effect, because another flag, which it needs, is missing."""
-    of_a_schedule = (
-        *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
-        *("strict", "no_strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
-        *("offload",),
-        *("keep_layout", "placement", "vocabulary_parallel", "unit_costs_output", "microbatch_order"),
-    )
-    for name in of_a_schedule:
-        # The default of the replan threshold is 0, which equals False.
-        if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
-            given = limit_flag(flags).split()[0] if name == "memory_limit" else flag_name(f"zero_bubble_{name}")
+    """Raise `ValueError` for a flag that has no effect, because the flags lack another flag that this flag needs."""
+    rollback = ("zero_bubble_rollback", "zero_bubble_rollback_on_host")
+    for entry in fields(ZeroBubbleFlags) if not flags.asks_for_schedule else ():
+        if entry.name not in (*rollback, "zero_bubble_seed_by_layer") and getattr(flags, entry.name) != entry.default:
+            given = limit_flag(flags).split()[0] if entry.name == "zero_bubble_memory_limit" else flag_name(entry.name)
             raise ValueError(f"{given} needs --zero-bubble or --zero-bubble-schedule")
-    for name in ("zero_bubble_rollback", "zero_bubble_rollback_on_host"):
+    for name in rollback:
         if not flags.zero_bubble_post_validation and getattr(flags, name):
             raise ValueError(f"{flag_name(name)} needs --zero-bubble-post-validation")
 
@@ -242,9 +221,8 @@ def limit_flag(flags: ZeroBubbleFlags) -> str:
 
 def flags_text(flags: Mapping[str, Any]) -> str:
     """The text of `flags` for a command line; flags whose value is None are left out."""
-    given = {flag_name(name): value for name, value in flags.items() if value is not None}
     words = []
-    for name, value in given.items():
+    for name, value in {flag_name(name): value for name, value in flags.items() if value is not None}.items():
         # A value that begins with - would be read as another flag after a space.
         separator = "=" if str(value).startswith("-") else " "
         words.append(name if value is True else f"{name}{separator}{shlex.quote(str(value))}")

@@ -36,8 +36,7 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Pattern of flags that are not in `_MODEL` and change the costs of a stage in every model. A training program may lack
-some flags that match the pattern."""
+"""Pattern of further flags, some of which a training program may lack, that change the costs of a stage."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -98,8 +97,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
     zero_bubble_layout_limits: tuple[float, ...] | None = None
-    """The memory limit of each rank in bytes, under which the layout was chosen; None for a layout without a limit. No
-    flag sets the limits; a checkpoint records the limits."""
+    """The memory limits of the ranks in bytes, which a checkpoint records with the layout that was chosen."""
     given_model: Mapping[str, Setting] = field(default_factory=dict)
     """The flags on which the costs of a stage depend, with their given values."""
 
@@ -112,9 +110,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     @property
     def schedule(self) -> str | None:
         """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own schedule."""
-        if self.zero_bubble_schedule is None and self.zero_bubble:
-            return "auto"
-        return self.zero_bubble_schedule
+        return self.zero_bubble_schedule or ("auto" if self.zero_bubble else None)
 
     @property
     def recompute(self) -> Recompute:
@@ -149,23 +145,21 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         text = self.zero_bubble_memory_limit
         if text is None:
             # By default a schedule without a limit of its own may take as much memory as megatron-core's own schedule.
-            if self.has_own_limit:
-                return None
-            return MemoryLimit(
-                multiple=1.0,
-                is_interleaved=self.model_chunks is not None,
-                pairs=self.overlap_moe_expert_parallel_comm,
-                group_size=self.microbatch_group_size_per_virtual_pipeline_stage,
-            )
+            return None if self.has_own_limit else self.peak_of_megatron(is_interleaved=self.model_chunks is not None)
         pending = pending_backwards(text)
-        if pending is None or pending == "auto":
-            try:
-                return MemoryLimit.parse(text if pending is None else pending)
-            except ValueError as error:
-                raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
-        if not pending.isdigit() or pending == "0":
-            raise ValueError(f"{limit_flag(self)} is neither auto nor a number of forwards")
-        return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
+        if pending is not None and pending != "auto":
+            if not pending.isdigit() or pending == "0":
+                raise ValueError(f"{limit_flag(self)} is neither auto nor a number of forwards")
+            return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
+        try:
+            return MemoryLimit.parse(pending or text)
+        except ValueError as error:
+            raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
+
+    def peak_of_megatron(self, *, is_interleaved: bool) -> MemoryLimit:
+        """The memory limit that equals the peak of megatron-core's own schedule, interleaved or not."""
+        size = self.microbatch_group_size_per_virtual_pipeline_stage
+        return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
     def averages_experts_over_microbatches(self) -> bool:

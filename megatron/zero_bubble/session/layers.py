@@ -19,7 +19,7 @@ WITHOUT_PARTITION: dict[str, Any] = {
 }
 """Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
-"""Largest accepted repeat count in a layout string, such as the 8 in `t*8`; no model has 10,000 layers."""
+"""Largest accepted repeat count in a layout string, such as the 8 in `t*8`."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
@@ -90,11 +90,7 @@ def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """Partition with the given numbers of layers on the first and last rank (in a V, on the first and last stage).
-
-    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V placement, one rank holds both the
-    first and the last stage.
-    """
+    """Partition with given numbers of layers on the first and last rank or, in a V, on the first and last stage."""
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
         chunks, places, noun = 1, placement.num_stages, "stages"
@@ -108,10 +104,8 @@ def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
             "each needs the same number of layers, at least one"
         )
     layers = [rest // others if others > 0 else 0] * places
-    if flags.decoder_first_pipeline_num_layers is not None:
-        layers[0] = flags.decoder_first_pipeline_num_layers
-    if flags.decoder_last_pipeline_num_layers is not None:
-        layers[-1] = flags.decoder_last_pipeline_num_layers
+    for end, number in ((0, flags.decoder_first_pipeline_num_layers), (-1, flags.decoder_last_pipeline_num_layers)):
+        layers[end] = layers[end] if number is None else number
     if any(number % chunks for number in layers):
         numbers = ", ".join(map(str, dict.fromkeys(layers)))
         raise ValueError(f"{given}: {noun} with {numbers} layers cannot be cut into {chunks} even model chunks each")

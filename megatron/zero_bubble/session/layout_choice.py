@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
-from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
+from megatron.zero_bubble.planner import Plan, all_placements, placement_for, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
-from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.device import MARGIN
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
@@ -93,9 +92,11 @@ class LayoutChoice:
 
 def is_layout_open(flags: JobFlags) -> bool:
     """Whether the search chooses partition, placement and chunks, because the flags name no schedule and no layout."""
-    if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
-        return False
-    return not partition_sources(flags)
+    return _searches_layouts(flags) and not partition_sources(flags)
+
+
+def _searches_layouts(flags: JobFlags) -> bool:
+    return flags.zero_bubble and flags.zero_bubble_schedule is None and not flags.zero_bubble_keep_layout
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
@@ -103,9 +104,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
 
     The returned list of flags is empty if a flag of zero bubble fixes the layout.
     """
-    if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
-        return []
-    if flags.zero_bubble_placement is not None:
+    if not _searches_layouts(flags) or flags.zero_bubble_placement is not None:
         return []
     chunks = {name: getattr(flags, name) for name in _CHUNKS}
     sources = partition_sources(flags)
@@ -148,9 +147,8 @@ def choose_layout(
         ValueError: no layout fits in the memory.
         ScheduleError: there are fewer layers than ranks.
     """
-    model = replace(model, ties_output=not flags.untie_embeddings_and_output_weights)
-    layers = (replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
-    model = replace(model, layers=tuple(layers))
+    layers = tuple(replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
+    model = replace(model, layers=layers, ties_output=not flags.untie_embeddings_and_output_weights)
     request = replace(
         _request(flags, model, _megatrons_layout(flags), free_bytes, frees_layout=frees_layout),
         vocabulary_parallel=may_spread(flags, padded_vocab_size),
@@ -200,7 +198,6 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
 
 
 def _limited_by(flags: JobFlags) -> list[Any]:
-    """The values of the flags on which the memory limits of a chosen layout depend."""
     model = {name: value for name, value in flags.given_model.items() if name not in LAYOUT_SETTINGS}
     return [model, *(getattr(flags, name) for name in _LIMITED_BY)]
 
@@ -254,12 +251,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """Candidate placements of the search for a layout.
-
-    If flags fix the number of model chunks, the placement of the flags is a candidate. If flags leave the number of
-    model chunks open, or if `frees_layout` is set, every placement is a candidate. `--zero-bubble-placement` restricts
-    the candidates to placements of one kind.
-    """
+    """Placements to choose from: with the flags' number of chunks or, if `frees_layout` is set, with any number."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -268,27 +260,16 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tu
     return tuple(dict.fromkeys((*(placement for placement in every if kind in (None, placement.kind)), *own)))
 
 
-def _can_recompute(flags: JobFlags) -> bool:
-    """Whether the model's class can recompute layers; hybrid models need megatron-core 0.18 or later."""
-    if flags.pattern is None:
-        return True
-    from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
-
-    return HYBRID_RECOMPUTES
-
-
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """Candidates for the recomputation of a layout: `Recompute.NONE` and `Recompute.PLANNED`.
-
-    If flags set the recomputation, or if planned recomputation is impossible, the value of the flags is the only
-    candidate.
-    """
+    """Kinds of recomputation to choose from; only one if flags set the kind or exclude planned recomputation."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
-    rules_out = (
-        *(flags.fp8, flags.fp4, flags.use_torch_fsdp2, flags.overlap_moe_expert_parallel_comm),
-        flags.averages_experts_over_microbatches,
-    )
-    if is_given or any(rules_out) or not _can_recompute(flags):
+    is_impossible = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
+    if is_given or is_impossible or flags.averages_experts_over_microbatches:
         return (flags.recompute,)
+    if flags.pattern is not None:
+        from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
+
+        if not HYBRID_RECOMPUTES:
+            return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)

@@ -49,15 +49,15 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """The speedups of the chosen layout, in words: over Megatron's split of layers under each schedule."""
+    """The speedup of the chosen layout over Megatron's split of the layers under each schedule, in words."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
-    """The measured and the predicted speed of each rehearsed plan relative to the last plan, in words.
+    """The speeds of plans relative to the last plan, in words: measured in a short test run, and as predicted.
 
     Args:
-        rehearsed: (plan, time of a step after the correction by the rehearsal) for each plan.
+        rehearsed: (plan, milliseconds of a step, corrected by the test run) for each plan.
         usual: the layout of Megatron's flags.
     """
 
@@ -75,12 +75,8 @@ def placement_words(layout: Layout) -> str:
     placement = layout.placement
     words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
     words += ", vocabulary shards" if layout.vocabulary_parallel else ""
-    return (
-        words
-        + {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}[
-            layout.recompute
-        ]
-    )
+    recomputed = {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}
+    return words + recomputed[layout.recompute]
 
 
 def layers_words(layout: Layout, pattern: HybridPattern | None = None) -> str:

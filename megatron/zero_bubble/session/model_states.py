@@ -44,8 +44,7 @@ class States:
     sums_whole_gradients: bool = False
     """Whether gradients are divided among replicas only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
-    """Whether a rank keeps its shard of the parameters beside the gathered parameters, as torch's FSDP2 does in ZeRO
-    stage 2."""
+    """Whether a rank keeps its shard beside the gathered parameters, as torch's FSDP2 does in ZeRO stage 2."""
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:

@@ -12,7 +12,6 @@ from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.rehearsal import Contender, rehearse
 from megatron.zero_bubble.planner import Plan
 from megatron.zero_bubble.planner.choice import choose
-from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
 from megatron.zero_bubble.runtime.device import least_free_bytes, own_device, return_free_heap
 from megatron.zero_bubble.runtime.joint import on_rank
@@ -32,8 +31,7 @@ from megatron.zero_bubble.session.running import communicator_of
 SECONDS = 12.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
-"""Longest predicted step, in milliseconds, for which layouts are rehearsed. In a longer step, the time for which ranks
-wait for processor cores is only a small part of the step."""
+"""Longest predicted step, in milliseconds, for which layouts are rehearsed."""
 
 
 def new_choice(
@@ -59,8 +57,11 @@ def new_choice(
         choices.append(_planned(flags, costs, padded_vocab_size))
         if flags.zero_bubble_unit_costs_output is not None:
             _write(flags.zero_bubble_unit_costs_output, choices[0].request.model)
-        plans = _plans_to_rehearse(choices[0]) if rehearses else []
-        return [_contender(plan, choices[0].request) for plan in plans]
+        interlocks = choices[0].request.post_validation
+        return [
+            Contender(plan.timeline.schedule, plan.timeline.costs, plan.layout, interlocks=interlocks)
+            for plan in (_plans_to_rehearse(choices[0]) if rehearses else ())
+        ]
 
     contenders, times = on_rank(0, plan), []
     if contenders and units is not None:
@@ -116,17 +117,12 @@ def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
     return plans
 
 
-def _contender(plan: Plan, request: PlanRequest) -> Contender:
-    return Contender(plan.timeline.schedule, plan.timeline.costs, plan.layout, interlocks=request.post_validation)
-
-
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
-    """Choose again among the rehearsed plans.
+    """Choose a plan again after a rehearsal (a test run of some plans), by the measured step `times` in milliseconds.
 
-    The rehearsal determines only the ratios between the times of the plans, because a busy machine may compute faster
-    or slower during a short rehearsal than in training. The last plan, which has Megatron's split, keeps its predicted
-    time. Layouts that were not rehearsed get the measured slowdown of a rehearsed layout: layouts with vocabulary
-    shards from the layout with shards, and layouts without shards from the layout without shards.
+    Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
+    than in training. The last plan, which has Megatron's split, therefore keeps its predicted time. A layout that was
+    not rehearsed gets the slowdown of the rehearsed layout that also has, or also lacks, vocabulary shards.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]

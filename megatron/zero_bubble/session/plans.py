@@ -11,12 +11,11 @@ from typing import cast
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
-from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, Op, PlacementKind
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
@@ -51,10 +50,9 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
             _check_group_size(flags, plan)
             if flags.rank == 0:
                 plan = replace(plan, watch=announced)
-            limit = _limit_before_measuring(flags, plan.placement)
             return plan.requesting(
                 costs=_costs_before_measuring(flags, plan.placement),
-                memory_limit=limit,
+                memory_limit=_limit_before_measuring(flags, plan.placement),
                 group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
                 takes_makespan=name == "auto",  # named schedules keep their published orders
@@ -117,16 +115,13 @@ def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
         )
     except ScheduleError:  # megatron-core has no schedule for this number of microbatches
         return ""
-    if all(_forwards(schedule, rank) == _forwards(own, rank) for rank in range(placement.num_ranks)):
+    orders = ([[op for op in ops if op.kind is OpKind.F] for ops in one.ops] for one in (schedule, own))
+    if next(orders) == next(orders):
         return ""
     return (
         f" > {limit_flag(flags)}: megatron-core's order of forwards, in groups of {size} microbatches, needs more "
         "memory; in the planned order dropout draws other random numbers, unless --zero-bubble-seed-by-layer is given"
     )
-
-
-def _forwards(schedule: Schedule, rank: int) -> list[Op]:
-    return [op for op in schedule.ops[rank] if op.kind is OpKind.F]
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
@@ -153,7 +148,9 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
 
 def check_number(flags: JobFlags, plan: RunSchedules) -> None:
     """Raise `ValueError` if the run has so many microbatches that planning its schedules would take minutes."""
-    microbatches, stages = _all_microbatches(flags), plan.placement.num_stages
+    sizes, stages = flags.batch_sizes, plan.placement.num_stages
+    # The formula of an arithmetic series, because adding up a long range takes too much time.
+    microbatches = len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
     most = MAX_OPERATIONS // (3 * stages)
     if plan.given is None and microbatches > most:
         given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
@@ -162,13 +159,6 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
             given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
             many = f"iterations of every size, {many} in all,"
         raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
-
-
-def _all_microbatches(flags: JobFlags) -> int:
-    """Number of microbatches of an iteration on one data-parallel rank, summed over all batch sizes of the run."""
-    sizes = flags.batch_sizes
-    # The formula of an arithmetic series, because adding up a long range takes too much time.
-    return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
@@ -200,10 +190,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit for plans without measured costs, in activation memory of one microbatch on a rank (M_B).
-
-    `_limit_before_measuring` assumes equal stages, and returns None if the schedule's own limit applies.
-    """
+    """The limit in M_B for plans of equal stages without measured costs; None if the schedule has its own limit."""
     limit = flags.memory_limit
     if limit is None:
         return None
@@ -219,20 +206,16 @@ _ASSUMED_EXCHANGE = 0.3
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of stages, for plans without measured costs.
+    """Default costs of stages, for plans without measured costs; None if such plans need no costs.
 
-    There are default costs only if the job recomputes activations or profiles pairs; otherwise the function returns
-    None. A pair is an F and a B that run as one operation. If the job profiles pairs, the default costs include token
-    exchanges between experts, so that the plans for the profiled iterations contain pairs. The costs of a job with
-    recomputation include the number of blocks that a stage can recompute.
+    If the job may run F and B as one operation, the costs include token exchanges between experts, so that plans for
+    the profiled iterations contain such operations. If the job recomputes activations, the costs include the number of
+    blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
-        return replace(
-            costs,
-            all_to_all_f=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_f),
-            all_to_all_b=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_b),
-        )
+        f, b = (tuple(_ASSUMED_EXCHANGE * time for time in times) for times in (costs.time_f, costs.time_b))
+        return replace(costs, all_to_all_f=f, all_to_all_b=b)
     if flags.recompute is Recompute.NONE:
         return None
     costs = default_costs(placement, flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)
@@ -247,22 +230,18 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
     """
     assert plan.given is not None
     schedule = plan.schedule(plan.given.num_microbatches)
-    limit = flags.memory_limit
-    in_unit_costs = None
-    if limit is not None:
-        in_unit_costs = limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
+    limit = None
+    if flags.memory_limit is not None:
+        limit = flags.memory_limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
     peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
-    if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
+    if limit is not None and peak > limit * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return the smallest sufficient memory limit as text, such as `at least 1.25 times 1F1B's peak`.
+    """Return the memory limit `smallest` (in M_B) in the unit of the flag that sets it, as text.
 
-    With `--zero-bubble-max-pending-backward`, the text has a number of pending backwards instead of a multiple.
-
-    Args:
-        smallest: the smallest sufficient memory limit in M_B.
+    The text is like `at least 1.25 times 1F1B's peak` or, for a number of pending backwards, `at least 5`.
     """
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)

@@ -57,12 +57,20 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     after_w = np.add(after_b, costs.memory_w)
     times, exchanges = (costs.time_f, costs.time_b, costs.time_w), (costs.all_to_all_f, costs.all_to_all_b)
     fitted = map(fit.solve, (*times, costs.memory_f, after_b, after_w, *exchanges))
-    embedding, *layers, output = map(_unit_costs, *fitted)
+    embedding, *layers, output = (
+        UnitCosts(
+            *(f, b, w, after_f, after_b - after_f, after_w - after_b),
+            all_to_all_f=min(f, exchange_f),
+            all_to_all_b=min(b, exchange_b),
+        )
+        for f, b, w, after_f, after_b, after_w, exchange_f, exchange_b in zip(*fitted, strict=True)
+    )
     if any(costs.time_r):
-        names = ("time_r", "memory_r", "num_blocks")
-        each = zip(*(fit.solve_layers(getattr(costs, name)) for name in names), strict=True)
-        of_layers = (dict(zip(names, values, strict=True)) for values in each)
-        layers = [replace(layer, **recomputed) for layer, recomputed in zip(layers, of_layers, strict=True)]
+        time_r, memory_r, num_blocks = map(fit.solve_layers, (costs.time_r, costs.memory_r, costs.num_blocks))
+        layers = [
+            replace(layer, time_r=time, memory_r=restored, num_blocks=number)
+            for layer, time, restored, number in zip(layers, time_r, memory_r, num_blocks, strict=True)
+        ]
     else:
         kept = _layer_input_bytes(profile)
         layers = [
@@ -70,16 +78,6 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
             for layer in layers
         ]
     return ModelCosts(embedding, tuple(layers), output, max(costs.time_comm, default=0.0))
-
-
-def _unit_costs(
-    f: float, b: float, w: float, after_f: float, after_b: float, after_w: float, exchange_f: float, exchange_b: float
-) -> UnitCosts:
-    return UnitCosts(
-        *(f, b, w, after_f, after_b - after_f, after_w - after_b),
-        all_to_all_f=min(f, exchange_f),
-        all_to_all_b=min(b, exchange_b),
-    )
 
 
 def _layer_input_bytes(profile: Profile) -> float:

@@ -80,15 +80,16 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
                 f"after {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
             )
         return
-    idle = {output_flag: output is not None, f"--zero-bubble-replan-threshold {threshold}": threshold > 0}
-    if limit is not None and limit.multiple is None:
-        # A multiple of 1F1B's peak needs no measured costs.
-        idle[limit_flag(flags)] = True
-    if given := [flag for flag, is_given in idle.items() if is_given]:
-        raise ValueError(
-            f"{given[0]} needs measured costs, and --zero-bubble-profile-iters 0 0 measures none: "
-            "give another START END, or --zero-bubble-profile-input FILE"
-        )
+    for flag, needs_costs in (
+        (output_flag, output is not None),
+        (f"--zero-bubble-replan-threshold {threshold}", threshold > 0),
+        (limit_flag(flags), limit is not None and limit.multiple is None),  # a multiple of 1F1B's peak needs no costs
+    ):
+        if needs_costs:
+            raise ValueError(
+                f"{flag} needs measured costs, and --zero-bubble-profile-iters 0 0 measures none: "
+                "give another START END, or --zero-bubble-profile-input FILE"
+            )
 
 
 def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
@@ -96,12 +97,13 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     window, steps = profile_window(flags), flags.num_iterations(iteration)
     if window is None or flags.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
         return None
-    draws_after_it = flags.zero_bubble_timeline is not None and flags.zero_bubble_timeline_iters is None
-    missing = ["no plan from measured times"]
-    missing += ["no --zero-bubble-profile-output"] if flags.zero_bubble_profile_output is not None else []
-    missing += ["no --zero-bubble-timeline"] if draws_after_it else []
+    missing = "no plan from measured times"
+    if flags.zero_bubble_profile_output is not None:
+        missing += ", no --zero-bubble-profile-output"
+    if flags.zero_bubble_timeline is not None and flags.zero_bubble_timeline_iters is None:
+        missing += ", no --zero-bubble-timeline"
     return (
-        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
+        f" > {missing}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
         "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
     )
 

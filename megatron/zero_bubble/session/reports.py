@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.planner import Plan
 from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
@@ -84,13 +83,13 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     schedule = chosen.timeline.schedule
     yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
     yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.request.model, pattern))}"
-    described = [(name, *_cells(plan, pattern)) for name, plan in named_plans(chosen, choice.megatrons)]
-    heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
-    widths = [max(map(len, column)) for column in zip(heads, *described, strict=True)]
-    for cells in (heads, *described):
-        names = (cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
-        figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
-        yield f"     {'  '.join((*names, *figures))}"
+    rows: list[tuple[str, ...]] = [("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")]
+    for name, plan in named_plans(chosen, choice.megatrons):
+        shares = (f"{share:.2%}" for share in (plan.timeline.bubble_rate, plan.timeline.idle.total))
+        rows.append((name, layers_words(plan.layout, pattern), f"{plan.time:.1f}", *shares, f"{_mib(plan.memory):.1f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        yield f"     {'  '.join((*map(str.ljust, cells[:2], widths), *map(str.rjust, cells[2:], widths[2:])))}"
     if choice.rehearsed:
         yield f"     rehearsed, {rehearsal_words(choice.rehearsed, choice.request.usual)}"
     if choice.megatrons:
@@ -109,7 +108,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """Say that pairs of F and B gain nothing: a pair takes `ratio` times as long as F and B one after the other."""
+    """A note that F and B as one operation take `ratio` times as long as F and B one after the other."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"
@@ -121,18 +120,6 @@ def _times(unit: UnitCosts) -> str:
     if not unit.all_to_all_f and not unit.all_to_all_b:
         return words
     return f"{words} (all-to-all {unit.all_to_all_f:.2f} + {unit.all_to_all_b:.2f})"
-
-
-def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The cells of one layout's row in the table of layouts, without the first cell."""
-    timeline = plan.timeline
-    return (
-        layers_words(plan.layout, pattern),
-        f"{plan.time:.1f}",
-        f"{timeline.bubble_rate:.2%}",
-        f"{timeline.idle.total:.2%}",
-        f"{plan.memory / 2**20:.1f}",
-    )
 
 
 def describe_plan(report: Report) -> str:
@@ -155,20 +142,17 @@ def describe_plan(report: Report) -> str:
     lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
     if report.ratio_of_pairs is not None and not costs.has_all_to_all and schedule.kinds.isdisjoint(PAIRED):
         lines.append(f"     {without_gain(report.ratio_of_pairs)}")
-    peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
-    lines.append(f"     peak activations of each rank (MiB): {peaks}")
+    lines.append(f"     peak activations of each rank (MiB): {_mibs(prediction.peak_bytes)}")
     if any(profile.inside):
-        inside = ", ".join(f"{_mib(needed):.1f}" for needed in profile.inside_ranks)
+        inside = _mibs(profile.inside_ranks)
         lines.append(f"     temporary memory of operations on each rank, not in these peaks (MiB): {inside}")
-    if max(prediction.schedule.groups, default=1) > 1:
-        groups = ", ".join(map(str, prediction.schedule.groups))
+    if max(schedule.groups, default=1) > 1:
+        groups = ", ".join(map(str, schedule.groups))
         lines.append(f"     groups of layers in which each stage restores activations: {groups}")
-    offloaded, forwards = num_offloaded(schedule), schedule.num_stages * schedule.num_microbatches
-    if offloaded:
-        held = ", ".join(f"{_mib(most):.1f}" for most in host_memory(schedule, costs))
+    if offloaded := num_offloaded(schedule):
         lines.append(
-            f"     copied to the host and back: {offloaded} of {forwards} forwards; "
-            f"host memory of each rank (MiB): {held}"
+            f"     copied to the host and back: {offloaded} of {schedule.num_stages * schedule.num_microbatches} "
+            f"forwards; host memory of each rank (MiB): {_mibs(host_memory(schedule, costs))}"
         )
     if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
         lines.append("     a peak is above the memory limit, to which this schedule does not adapt")
@@ -200,12 +184,16 @@ def _mib(num_bytes: float) -> float:
     return num_bytes / 2**20
 
 
+def _mibs(sizes: Iterable[float]) -> str:
+    return ", ".join(f"{_mib(num_bytes):.1f}" for num_bytes in sizes)
+
+
 def channels_line(memory: ChannelMemory) -> str:
     """A line about the device memory that the communicators between stages take on a rank."""
-    each = memory.num_bytes / max(1, memory.num_channels)
+    taken = _mib(memory.num_bytes)
     return (
-        f" > channels between stages: {memory.num_channels} communicators on a rank take "
-        f"{memory.num_bytes / 2**20:.0f} MiB of its device, {each / 2**20:.0f} MiB each"
+        f" > channels between stages: {memory.num_channels} communicators on a rank take {taken:.0f} MiB of its "
+        f"device, {taken / max(1, memory.num_channels):.0f} MiB each"
     )
 
 
@@ -223,9 +211,8 @@ def wait_fields(waits: Waits | None) -> str:
     if waits is None:
         return ""
     each = [1000.0 * seconds for seconds in waits.seconds]
-    if len(each) <= _MOST_NAMED:
-        text = " ".join(f"{milliseconds:.1f}" for milliseconds in each)
-    else:
+    text = " ".join(f"{milliseconds:.1f}" for milliseconds in each)
+    if len(each) > _MOST_NAMED:
         text = f"{min(each):.1f} to {max(each):.1f}, mean {sum(each) / len(each):.1f}"
     return f" waits of replicas (ms): {text} | slowest replica: {waits.slowest} |"
 

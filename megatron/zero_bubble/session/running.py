@@ -93,7 +93,7 @@ def run_plan(
         report=report,
         post_validation=post_validation,
         pairs=flags.pairs,
-        orders_microbatches={None: None, "planned": True, "data": False}[flags.zero_bubble_microbatch_order],
+        orders_microbatches={"planned": True, "data": False}.get(flags.zero_bubble_microbatch_order or ""),
     )
 
 
@@ -178,9 +178,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer.
-
-    `build_post_validation` returns None without `--zero-bubble-post-validation`, and with a single pipeline rank.
+    """The post-validation of an optimizer; None if no flag asks for it, and with a single pipeline rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.
@@ -273,9 +271,9 @@ class Replicas:
     def after_step(self, iteration: int) -> None:
         """Average parameters if hierarchical SGD averages after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
-        if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
-            size = self._averaging.hierarchy.group_size_after(iteration) or 1
         if self._averaging is not None:
+            if self._averaging.hierarchy.is_local(iteration):
+                size = self._averaging.hierarchy.group_size_after(iteration) or 1
             with self._waits.measured():
                 self._averaging.after_step(iteration)
         if self._num_replicas > 1:

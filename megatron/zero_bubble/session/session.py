@@ -102,7 +102,7 @@ class Session:
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without a valid schedule ends before the model is built.
 
-        While the layout is open, the method does nothing; schedules of a chosen layout are made at the first step.
+        The schedules of a layout that is still to be chosen are made at the first step.
 
         Raises:
             ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
@@ -132,7 +132,7 @@ class Session:
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
 
     def choose_layout(self, costs: ModelCosts, padded_vocab_size: int, **restrictions: Any) -> Mapping[str, Any]:
-        """Choose the partition, placement and chunks that the settings leave open; a collective call of all ranks.
+        """Choose the partition, placement and chunks that the flags leave open; a collective call of all ranks.
 
         Args:
             costs: the result of `unit_costs`.

@@ -111,19 +111,20 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
     """Return `settings` with a plan from the chosen layout's costs, and with the options for profiling and planning."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
-    if request is not None and profile is not None and not _is_of_layout(profile, settings):
-        profile = None
-    knows_costs = settings.is_layout_open or request is not None
-    planning = planning_options(flags, settings.placement, knows_costs=knows_costs, profile=profile)
-    if choice is not None and request is not None:
+    if request is not None:
+        if profile is not None and not _is_of_layout(profile, settings):
+            profile = None
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
         plan = plan.requesting(**known)
-    if planning is not None and choice is not None:
-        planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
-    if planning is not None and flags.zero_bubble_schedule is None:
-        is_own_layout = choice is None or choice.is_megatrons_split
-        can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open
-        planning = replace(planning, tries_own_order=can_compare)
+    knows_costs = settings.is_layout_open or request is not None
+    planning = planning_options(flags, settings.placement, knows_costs=knows_costs, profile=profile)
+    if planning is not None:
+        if choice is not None:
+            planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
+        if flags.zero_bubble_schedule is None:
+            is_own_layout = choice is None or choice.is_megatrons_split
+            can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open
+            planning = replace(planning, tries_own_order=can_compare)
     return replace(settings, plan=plan, planning=planning)
 
 

@@ -80,14 +80,10 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Return the ranks that are likely to cause a hang, in words.
-
-    If some ranks do not answer, the suspects are the ranks without an answer. If all ranks answer, the suspects are the
-    ranks that compute instead of waiting for a message, and the ranks that are between two steps.
-    """
+    """Name the likely causes of a hang: ranks that do not answer or, if all answer, ranks that do not wait."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)
     outside = [state for state in answers if not state.excerpt]
     suspects = silent or [f"rank {s.rank} on {s.host}, which {s.where}" for s in (*computing, *outside)]
-    return "; ".join(suspects) if suspects else "the network, because all ranks wait for messages"
+    return "; ".join(suspects) or "the network, because all ranks wait for messages"

@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop repeated megatron-core warnings: repeated by every rank at import, or by every split of a dataset.
+    """Show only once the megatron-core warnings that every rank, or every split of a dataset, would repeat.
 
     If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
@@ -60,9 +60,9 @@ def quiet_start_up() -> None:
     told: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        size = len(told)
+        is_repeated = record.getMessage() in told
         told.add(record.getMessage())
-        return len(told) > size
+        return not is_repeated
 
     logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(is_new)
     if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
@@ -109,10 +109,8 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before the rank prints its error.
-    If rank 0 ends with an error, torchrun ends the other ranks during their sleep, so that only rank 0 prints an error.
-    A rank that has lost its connection to a failed rank also sleeps, even if the sleeping rank is rank 0. While ranks
-    sleep, torchrun usually notices the failed rank and ends all ranks.
+    Ranks above 0, and ranks that have lost their connection to another rank, sleep for some seconds before they print
+    their errors. Meanwhile, torchrun usually notices the rank that failed first, and ends the sleeping ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -147,22 +145,17 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun reports the failure with the earliest time, in whole seconds, as the cause. torchrun may end other ranks in
-    the same second as the error, and counts the ends of these ranks as failures, too. `_tell_torchrun` writes a time
-    one second before the error, so that torchrun reports the error as the cause.
+    torchrun reports the earliest failure as the cause, in whole seconds, and counts the ends of the other ranks as
+    failures, too. The error file therefore contains a time one second before the error.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
         with open(file, "w") as stream:
             json.dump({"message": {"message": reason, "extraInfo": details}}, stream)
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, because torchrun ends the other ranks only after this process has ended.
-
-    A normal exit of the interpreter takes seconds when ranks share few cores.
-    """
+    """End this process at once, because a normal exit, for which torchrun waits, takes seconds on few cores."""
     sys.stdout.flush()
     end_children()
     os._exit(status)

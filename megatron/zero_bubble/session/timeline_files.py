@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,11 +16,16 @@ from megatron.zero_bubble.schedule.kinds import TIMES
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
-"""Widths in pixels of the margins of a drawing, of an average operation, and of the widest drawing. The label of an
-operation usually fits in the width of an average operation."""
+"""Widths in pixels of the margins of a drawing, of an average operation, and of the widest drawing."""
 _UNKNOWN = 1e-6
 """Cost in milliseconds of an F, B or W that did not run; costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
+
+
+def in_memory_unit(costs: StageCosts, unit: float) -> StageCosts:
+    """Return the same costs with all memory divided by `unit`."""
+    names = (field.name for field in fields(costs) if field.name.startswith("memory_"))
+    return replace(costs, **{name: tuple(value / unit for value in getattr(costs, name)) for name in names})
 
 
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
@@ -35,16 +40,15 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     width = min(_MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes), _WIDEST)
     schedule = measured.schedule.name
     subject = schedule if name == schedule else f"{name}: {schedule}"
-    titles = {
-        "measured": f"{subject} as it ran",
-        "planned": f"{subject} as it would run with the times measured there",
-    }
     svgs = []
-    for kind, timeline in (("measured", measured), ("planned", planned)):
-        svg = to_svg(timeline, title=titles[kind], memory_unit=memory_unit, width=width, duration=duration)
-        svgs.append(svg)
-        write_file(folder / f"{name}.{kind}.svg", svg)
-        write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=titles[kind], memory_unit=memory_unit))
+    for kind, timeline, how in (
+        ("measured", measured, "as it ran"),
+        ("planned", planned, "as it would run with the times measured there"),
+    ):
+        title = f"{subject} {how}"
+        svgs.append(to_svg(timeline, title=title, memory_unit=memory_unit, width=width, duration=duration))
+        write_file(folder / f"{name}.{kind}.svg", svgs[-1])
+        write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=title, memory_unit=memory_unit))
     write_file(folder / f"{name}.trace.json", to_chrome_trace(measured))
     body = f"{''.join(svgs)}<h2>Idle time by cause (ms)</h2><pre>{idle_table(measured)}</pre>\n"
     write_file(folder / f"{name}.html", html_document(name, body, _STYLE))
@@ -112,7 +116,7 @@ def idle_table(timeline: Timeline) -> str:
     idle = causes(timeline)
     del idle["communication"]  # in a measured timeline communication is part of the waiting
     widths = [max(len(word), 10) for word in idle]
-    lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
+    lines = ["rank " + " ".join(map(str.rjust, idle, widths))]
     for rank, times in enumerate(zip(*idle.values(), strict=True)):
         lines.append(f"{rank:4d} " + " ".join(f"{time:{width}.2f}" for time, width in zip(times, widths, strict=True)))
     return "\n".join(lines)

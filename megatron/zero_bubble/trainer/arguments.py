@@ -7,7 +7,7 @@ the trainer and the launcher share. This file lists all further flags of the tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
 from typing import Any
 
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
@@ -24,7 +24,7 @@ TORCH_BACKENDS = ("flash", "fused")
 class ModelFlags:
     """Model."""
 
-    seq_length: int = flag("tokens in a sequence")
+    seq_length: int = flag("tokens in a sequence", MISSING)
     hybrid_layer_pattern: str | None = flag(
         "layers of a hybrid model, one symbol each: * attention, - MLP, E experts, M Mamba, from megatron-core 0.17 on "
         "G gated delta net, from 0.19 on + latent attention; | between stages, or the layout is chosen or even; from "
@@ -58,7 +58,7 @@ class ModelFlags:
 class TrainingFlags:
     """Training."""
 
-    micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank")
+    micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank", MISSING)
     global_batch_size: int = flag("sequences in an iteration (default: one microbatch on each replica)", None)
     rampup_batch_size: list[int] | None = flag(
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3

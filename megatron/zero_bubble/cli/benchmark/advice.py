@@ -15,9 +15,9 @@ _MIB = 2**20
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
     """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
 
-    Speedups compare trainings of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
-    95% interval of its speedup over 1F1B is above 1. The text also names schedules that are not clearly slower than the
-    fastest schedule.
+    Each speedup compares two trainings of the same round. A schedule other than megatron-core's 1F1B is recommended
+    only if the 95% interval of its speedup over 1F1B is above 1. The text also names schedules that are not clearly
+    slower than the fastest schedule.
 
     Args:
         results: one result for each schedule, megatron-core's 1F1B first.
@@ -29,7 +29,9 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     flags = " ".join(best.contestant.words)
     how = f" ({flags})" if flags and flags != best.contestant.name else ""
     speed = f"{best.contestant.name}{how}: {_times_as_fast(best, others)}"
-    memory = _memory_words(best, baseline)
+    kind = "fullest GPU" if best.is_device_memory else "largest process, its libraries included,"
+    than = "" if best is baseline else f", {baseline.contestant.name}'s {baseline.peak_bytes / _MIB:.0f}"
+    memory = f"Its {kind} takes {best.peak_bytes / _MIB:.0f} MiB{than}."
     if rounds < FEWEST_ROUNDS or iterations < FEWEST_ITERATIONS:
         return (
             f"A trial, after which no schedule is recommended: {_plural(rounds, 'round')} of "
@@ -45,14 +47,6 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     if close:
         lines.append(f"These rounds show no clear difference from {names}: more --rounds may.")
     return "\n".join([*lines, memory])
-
-
-def _memory_words(best: TrainResult, baseline: TrainResult) -> str:
-    kind = "fullest GPU" if best.is_device_memory else "largest process, its libraries included,"
-    memory = f"Its {kind} takes {best.peak_bytes / _MIB:.0f} MiB"
-    if best is not baseline:
-        memory += f", {baseline.contestant.name}'s {baseline.peak_bytes / _MIB:.0f}"
-    return f"{memory}."
 
 
 def _plural(count: int, noun: str) -> str:

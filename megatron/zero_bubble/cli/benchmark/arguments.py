@@ -35,15 +35,12 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide command-line words into the flags that `names` and `prefix` do not select, and the selected flags.
+    """Split a command line into two command lines: one without and one with the flags that are selected.
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of the flags to select.
-        prefix: prefix of the names of further flags to select.
-
-    Returns:
-        Two lists, both with flags and the flags' values: the flags that are not selected, and the selected flags.
+        names: names of the selected flags.
+        prefix: selects all flags whose names begin with this prefix, too.
     """
     others: list[str] = []
     named: list[str] = []
@@ -92,20 +89,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     pipeline_size: int = flag(
         "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",
-        None,
         parse=at_least(2),
         metavar="P",
     )
-    num_microbatches: int = flag(
-        "microbatches of an iteration, with --pipeline-size", None, parse=at_least(1), metavar="M"
-    )
+    num_microbatches: int = flag("microbatches of an iteration, with --pipeline-size", parse=at_least(1), metavar="M")
     schedule: list[str] | None = flag(
         "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; may be "
         "repeated; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)}; without --pipeline-size --zero-bubble)",
-        None,
         parse=_schedule,
-        repeat=True,
+        action="append",
         metavar="NAME",
     )
     rounds: int = _count_flag("number of trainings of every schedule", 5)
@@ -119,18 +112,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
     timeout: int = _count_flag("largest duration of a training in seconds", 600)
     baseline_flags: list[str] | None = flag(
-        "flags only for the training under megatron-core's 1F1B, in quotes", None, parse=_quoted_words, metavar="FLAGS"
+        "flags only for the training under megatron-core's 1F1B, in quotes", parse=_quoted_words, metavar="FLAGS"
     )
     launch: list[str] | None = flag(
         "command that starts a program on all ranks (default: torchrun on this machine)",
-        None,
         parse=_quoted_words,
         metavar="COMMAND",
     )
     world_size: int | None = flag(
         "number of ranks that --launch starts (default: --pipeline-size; without --pipeline-size, the ranks of as many "
         "replicas as this machine has GPUs for, at least one)",
-        None,
         parse=at_least(2),
         metavar="N",
     )
@@ -158,13 +149,10 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                     )
 
     def of_named_schedules(self) -> BenchmarkFlags:
-        """Prepare the flags of a benchmark with --pipeline-size, whose 1F1B baseline trains without zero-bubble flags.
-
-        Returns:
-            The same flags, with the zero-bubble flags moved from `training_flags` to `schedule_flags`.
+        """Return these flags with all zero-bubble flags moved from `training_flags` to `schedule_flags`.
 
         Raises:
-            ValueError: a flag after `--` contradicts the sizes or the schedules that the benchmark was given.
+            ValueError: a flag after `--` sets a size or a schedule that the benchmark itself sets.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
@@ -181,7 +169,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command-line words after `launcher`, which name the program that trains on each rank."""
+        """Command-line words that name the training program; they follow the words of `launcher`."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property

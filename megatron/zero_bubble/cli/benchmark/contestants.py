@@ -27,7 +27,6 @@ class Contestant:
 
     name: str
     program: tuple[str, ...]
-    """Command-line words after torchrun, or after the command of --launch, which name the program that trains."""
     words: tuple[str, ...]
     """Flags of this schedule, which follow the shared flags and override shared flags of the same name."""
     placement: Placement | None
@@ -39,7 +38,6 @@ class Contestant:
     is_required: bool = True
     """Whether a failure of this schedule ends the benchmark; otherwise the benchmark leaves the schedule out."""
     spreads_vocabulary: bool = False
-    """Whether every rank has a shard of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,10 @@ def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
 
 def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     name, *more = shlex.split(text)
-    required = bool(flags.schedule)
+    chosen = ("--zero-bubble", *flags.schedule_flags, *more)
+    ours = Contestant(" ".join([name, *more]), flags.program, chosen, None, None, is_required=bool(flags.schedule))
     if name == CHOSEN:
-        return Contestant(
-            " ".join([name, *more]),
-            flags.program,
-            ("--zero-bubble", *flags.schedule_flags, *more),
-            None,
-            None,
-            is_required=required,
-        )
+        return ours
     words = ["--zero-bubble-schedule", name, *flags.schedule_flags, *more]
     try:
         chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
@@ -124,11 +116,11 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
             words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
-    return Contestant(" ".join([name, *more]), flags.program, tuple(words), placement, name, True, required)
+    return replace(ours, words=tuple(words), placement=placement, schedule=name, measures_costs=True)
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return megatron-core's interleaved schedule; the benchmark leaves out a schedule that the training refuses."""
+    """Return megatron-core's interleaved schedule, which the benchmark leaves out if the training refuses it."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a user's own training, given after `--` as flags, or as a script and its flags."""
+"""Prepares the benchmark of a training that the user gives after `--`: flags, or a script with its flags."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _OUTPUTS = (
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
-"""Flags that the launcher accepts only with a zero-bubble schedule; this project's pretrain_gpt.py always accepts them.
-"""
+"""Flags that a script of Megatron-LM accepts only with a zero-bubble schedule."""
 _CPU = "--zero-bubble-cpu"
 
 
@@ -29,9 +28,9 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """Return the benchmark's flags for the user's training, and the schedules to compare with megatron-core's 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
-    writes nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the
-    training under this project's schedule, which is `--zero-bubble` if the flags name no schedule. A script of
-    Megatron-LM runs under the launcher, which does not change trainings under megatron-core's own schedules.
+    writes nothing, evaluates nothing, and stops after the last measured iteration. Trainings under megatron-core's
+    schedules get no zero-bubble flags. The training under a zero-bubble schedule gets `--zero-bubble` if the user's
+    flags name no schedule. A script of Megatron-LM runs under `python -m megatron.zero_bubble` in all cases.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the
@@ -42,7 +41,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
             file.
     """
     script, given = split_script(flags.training_flags)
-    words = tuple(_apart(given))
+    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
     args: Arguments | ScriptArguments
     if script is not None:
         args = _script_training(words, flags, num_devices)
@@ -61,7 +60,6 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, ours = parted(shared, (*ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
-    # The training has as many replicas as fit on this machine's GPUs, at least one.
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,
@@ -86,10 +84,8 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
 
 
 def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours: Sequence[str]) -> Iterator[Contestant]:
-    chosen = () if {"--zero-bubble", "--enable-zero-bubble"} & {*ours} else ("--zero-bubble",)
-    if "--zero-bubble-schedule" in ours or "--zero-bubble-v-schedule" in ours:
-        chosen = ()
-    words = (*chosen, *ours)
+    named = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"} & {*ours}
+    words = tuple(ours) if named else ("--zero-bubble", *ours)
     yield Contestant(" ".join(words), flags.program, words, None, None)
     own = args.num_virtual_stages_per_pipeline_rank
     for chunks in sorted({*CHUNKS, *([own] if own is not None and own > 1 else [])}):
@@ -100,12 +96,3 @@ def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
     """Return the number of microbatches of an iteration, rounded down; a training refuses a fractional number."""
     replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
-
-
-def _apart(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, with each `--name=value` split into two words."""
-    for word in words:
-        if word.startswith("--") and "=" in word:
-            yield from word.split("=", 1)
-        else:
-            yield word

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Competition, Contestant, gather
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
-from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner import PlanRequest, schedule_of
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -34,30 +35,22 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
         RuntimeError: the training of a required schedule failed (see `Contestant.is_required`).
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
-    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in competition.contestants}
+    turns: dict[Contestant, list[Turn]] = {contestant: [] for contestant in competition.contestants}
     costs: _Costs = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(flags.rounds):
-            for contestant in competition.contestants:
-                if contestant.name not in turns:
-                    continue
+            for contestant in [*turns]:
                 profile = Path(folder) / "profile.json" if contestant.measures_costs else None
                 turn = _run_turn(contestant, competition, flags, profile, number)
                 if turn is None:
-                    del turns[contestant.name]
+                    del turns[contestant]
                     continue
-                turns[contestant.name].append(turn)
+                turns[contestant].append(turn)
                 if profile is not None and profile.exists():
-                    costs.setdefault(
-                        (contestant.placement, contestant.spreads_vocabulary),
-                        profile_from_json(profile.read_text()).costs,
-                    )
+                    measured = profile_from_json(profile.read_text()).costs
+                    costs.setdefault((contestant.placement, contestant.spreads_vocabulary), measured)
                     profile.unlink()
-    return [
-        _result(contestant, turns, competition, flags, costs)
-        for contestant in competition.contestants
-        if contestant.name in turns
-    ]
+    return [_result(contestant, turns, competition, flags, costs) for contestant in turns]
 
 
 def _run_turn(
@@ -87,7 +80,7 @@ def _run_turn(
 
 def _result(
     contestant: Contestant,
-    turns: Mapping[str, list[Turn]],
+    turns: Mapping[Contestant, list[Turn]],
     competition: Competition,
     flags: BenchmarkFlags,
     costs: _Costs,
@@ -97,8 +90,8 @@ def _result(
     assert batch is not None
     return TrainResult(
         contestant=contestant,
-        turns=tuple(turns[contestant.name]),
-        baseline=tuple(turns[BASELINE]),
+        turns=tuple(turns[contestant]),
+        baseline=tuple(next(own for each, own in turns.items() if each.name == BASELINE)),
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
         tokens=None if length is None else batch * length,
@@ -109,29 +102,22 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return a schedule's measured stage costs; without such costs, convert measured costs with vocabulary shards."""
-    if (
-        own := measured.get((contestant.placement, contestant.spreads_vocabulary))
-    ) is not None or contestant.spreads_vocabulary:
+    """Return the measured costs of a schedule's stages, converted from costs with vocabulary shards if need be."""
+    own = measured.get((contestant.placement, contestant.spreads_vocabulary))
+    if own is not None or contestant.spreads_vocabulary:
         return own
     spread = measured.get((contestant.placement, True))
     return None if spread is None else spread.with_whole_vocabulary()
 
 
 def _simulated_schedule(contestant: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
-    if contestant.schedule is None or contestant.placement is None or costs is None:
+    placement = contestant.placement
+    if contestant.schedule is None or placement is None or costs is None:
         return None
+    group_size = flags.microbatch_group_size if placement.kind == "interleaved" else None
+    request = PlanRequest(contestant.schedule, flags.num_microbatches, (placement,), costs, group_size=group_size)
     try:
-        schedule = generate(
-            contestant.schedule,
-            contestant.placement.num_ranks,
-            flags.num_microbatches,
-            costs=costs,
-            num_chunks=contestant.placement.num_chunks,
-            placement_kind=contestant.placement.kind,
-            group_size=flags.microbatch_group_size if contestant.placement.kind == "interleaved" else None,
-            vocabulary_parallel=contestant.spreads_vocabulary,
-        )
+        schedule = schedule_of(replace(request, vocabulary_parallel=contestant.spreads_vocabulary))
     except ScheduleError:
         return None
     return simulate(schedule, costs)

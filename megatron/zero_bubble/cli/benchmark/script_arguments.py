@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from megatron.zero_bubble.launcher.command_line import (
@@ -27,10 +27,10 @@ _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 class _ScriptSizes:
     """Sizes of a script's batches and sequences, and the number of its iterations."""
 
-    micro_batch_size: int = flag("sequences in a microbatch")
-    global_batch_size: int | None = flag("sequences in an iteration", None)
-    seq_length: int | None = flag("tokens in a sequence", None)
-    train_iters: int | None = flag("number of iterations", None)
+    micro_batch_size: int = flag("sequences in a microbatch", MISSING)
+    global_batch_size: int | None = flag("sequences in an iteration")
+    seq_length: int | None = flag("tokens in a sequence")
+    train_iters: int | None = flag("number of iterations")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ScriptArguments(ParallelFlags, _ScriptSizes):
 
 
 def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Return (script, flags); the script is None if the words are flags of this project's `pretrain_gpt.py`.
+    """Split command-line words into (script, flags); the script is None for this project's `pretrain_gpt.py`.
 
     Raises:
         ValueError: the first word is neither a flag nor a file.

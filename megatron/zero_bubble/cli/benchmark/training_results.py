@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
-from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, percent, table
+from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.schedule import Idle, Timeline
 
+T = TypeVar("T")
 _RESAMPLES = 4000
 _SEED = 20
 
@@ -134,28 +135,27 @@ class TrainResult:
 
 def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
     """Return the results as a table, with `-` for missing measurements."""
-    heads = (
-        *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", *IDLE_HEADS),
-        *("predicted", "memory (MiB)", "to 1F1B", "95% interval"),
-    )
-    rows = []
-    for result in results:
-        interval = bootstrap_interval(result.ratios)
-        rows.append(
-            (
-                result.contestant.name,
-                "" if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}",
-                "" if result.tflops is None else f"{result.tflops:.4g}",
-                f"{result.measured:.1f}",
-                f"{result.spread:.1f}",
-                *idle_cells(result.idle),
-                "" if (rate := result.predicted_bubble_rate) is None else percent(rate),
-                f"{result.peak_bytes / 2**20:.0f}",
-                f"{result.ratio:.3f}",
-                f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
-            )
-        )
-    return table(heads, [[cell or "-" for cell in row] for row in rows], markdown=markdown)
+    columns: dict[str, Callable[[TrainResult], str]] = {
+        "schedule": lambda result: result.contestant.name,
+        "tokens/s/GPU": lambda result: _or_dash(result.tokens_per_second, "{:.0f}".format),
+        "TFLOP/s/GPU": lambda result: _or_dash(result.tflops, "{:.4g}".format),
+        "iteration (ms)": lambda result: f"{result.measured:.1f}",
+        "spread": lambda result: f"{result.spread:.1f}",
+        "idle": lambda result: _or_dash(result.idle, lambda idle: percent(idle.total)),
+        "imbalance": lambda result: _or_dash(result.idle, lambda idle: percent(idle.imbalance)),
+        "bubble": lambda result: _or_dash(result.idle, lambda idle: percent(idle.bubble)),
+        "predicted": lambda result: _or_dash(result.predicted_bubble_rate, percent),
+        "memory (MiB)": lambda result: f"{result.peak_bytes / 2**20:.0f}",
+        "to 1F1B": lambda result: f"{result.ratio:.3f}",
+        "95% interval": lambda result: _or_dash(
+            bootstrap_interval(result.ratios), lambda ends: "{:.3f} .. {:.3f}".format(*ends)
+        ),
+    }
+    return table_of(columns, results, markdown=markdown)
+
+
+def _or_dash(value: T | None, text: Callable[[T], str]) -> str:
+    return "-" if value is None else text(value)
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:

@@ -45,7 +45,6 @@ class Turn:
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if the training chose no layout."""
     is_device_memory: bool = False
-    """Whether `peak_bytes` comes from the GPU allocator."""
     tflops: tuple[float, ...] = ()
     """Printed TFLOP/s/GPU of every logging interval; empty if the training printed no such value, or printed a 0."""
 
@@ -122,13 +121,10 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Wait `timeout` seconds for the event `over`; if `over` is not set, set `late` and end the process `launcher`.
-
-    The launcher gets SIGTERM first, so that torchrun ends its ranks. After an immediate SIGKILL of torchrun, its ranks
-    would keep running.
-    """
+    """Set `late` and end the process `launcher` if the event `over` is not set within `timeout` seconds."""
     if not over.wait(timeout):
         late.set()
+        # torchrun ends its ranks after SIGTERM; after SIGKILL, its ranks would keep running.
         os.kill(launcher, signal.SIGTERM)
         if not over.wait(_GRACE):
             os.kill(launcher, signal.SIGKILL)

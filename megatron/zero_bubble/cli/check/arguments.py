@@ -23,15 +23,15 @@ class CheckFlags(CommandFlags):
 
     device: str = flag("device to check; cpu tries the check itself without a GPU", "cuda", choices=("cuda", "cpu"))
     size: str = flag("models to measure; paper: those of the zero-bubble paper", "paper", choices=tuple(SIZES))
-    only: list[str] | None = flag("run this part of the check only; repeat for more", None, repeat=True, choices=PARTS)
+    only: list[str] | None = flag("run this part of the check only; repeat for more", action="append", choices=PARTS)
     transformer_impl: str = flag(
         "layers to measure and train: megatron-core's own, or Transformer Engine's",
         "local",
         choices=tuple(REPEATABLE_ATTENTION),
     )
-    model: str | None = flag("measure a stage of this model only", None, metavar="NAME")
+    model: str | None = flag("measure a stage of this model only", metavar="NAME")
     cell: list[str] | None = flag(
-        "run this training of the part ranks only; repeat for more (default: all)", None, repeat=True, choices=names()
+        "run this training of the part ranks only; repeat for more (default: all)", action="append", choices=names()
     )
     rounds: int = flag("timed steps of a stage", 5, parse=at_least(1), metavar="N")
     time_limit: float = flag(
@@ -41,9 +41,7 @@ class CheckFlags(CommandFlags):
         "speed of messages in the predictions, in GB/s", 25, parse=positive, metavar="X"
     )
     markdown: bool = flag("write tables in Markdown", False)
-    output: Path = flag(
-        "file for all findings, as JSON, to attach to a report", "gpu-check.json", parse=Path, metavar="FILE"
-    )
+    output: Path = flag("file for all findings, as JSON, to attach to a report", "gpu-check.json")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,15 +58,11 @@ class CheckFlags(CommandFlags):
             raise ValueError(
                 "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="
             )
-        _refuse_output(self.output)
-
-
-def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` if the file `output` cannot be written; called before the long measurements begin."""
-    folder = output.parent
-    if not folder.is_dir():
-        raise ValueError(f"argument --output: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"argument --output: no permission to write to {folder}")
-    if output.is_dir():
-        raise ValueError(f"argument --output: {output} is a folder; name a file")
+        # The output is checked before the long measurements begin.
+        folder = self.output.parent
+        if not folder.is_dir():
+            raise ValueError(f"argument --output: {folder} is not a folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"argument --output: no permission to write to {folder}")
+        if self.output.is_dir():
+            raise ValueError(f"argument --output: {self.output} is a folder; name a file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -17,7 +17,7 @@ import torch
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
-from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.output import percent, table, table_of
 from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
@@ -57,7 +57,7 @@ class StageCheck:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s over the time of F, B and W."""
+        """TFLOP/s of the stage while it computes F, B and W."""
         flops = self.model.layers_a_stage * self._layer.flops.total
         return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
 
@@ -87,7 +87,6 @@ class Findings:
     """All findings of `zero-bubble check` on one device."""
 
     machine: Mapping[str, Any]
-    """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
     """Name of a model whose stage did not fit on the device -> message of the GPU allocator."""
@@ -111,9 +110,12 @@ class Findings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        tables = [self._times(), self._bubbles(), self._memory()]
         parts = [f"device: {self.machine['device']}, torch {self.machine['torch']}\n"]
-        parts += [table(heads, rows, markdown=markdown) for heads, rows in tables if rows]
+        if self.stages:
+            parts.append(table_of(_TIMES, self.stages, markdown=markdown))
+            parts.append(self._bubbles(markdown=markdown))
+            checks = [(stage, check) for stage in self.stages for check in stage.memory]
+            parts += [table_of(_MEMORY, checks, markdown=markdown)] if checks else []
         if self.ranks is not None:
             parts.append(self.ranks.as_text(markdown=markdown))
         parts += [
@@ -123,50 +125,49 @@ class Findings:
         parts += [f"{part}: ended with an error: {reason}\n" for part, reason in self.errors.items()]
         return "\n".join(parts)
 
-    def _times(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        heads = ("a stage of", "layers", "F (ms)", "B (ms)", "W (ms)", "fused (ms)", "(B + W) / fused", "TFLOP/s")
-        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
-        rows: list[tuple[str, ...]] = []
-        for stage in self.stages:
-            times = (f"{stage.profile.time(kind):.3f}" for kind in kinds)
-            over = "" if stage.profile.price <= PRICE_LIMIT else f", over {PRICE_LIMIT}"
-            rows.append(
-                (
-                    stage.model.name,
-                    str(stage.model.layers_a_stage),
-                    *times,
-                    f"{stage.profile.price:.3f}{over}",
-                    f"{stage.tflops:.4g}",
-                )
-            )
-        return heads, rows
-
-    def _bubbles(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    def _bubbles(self, *, markdown: bool) -> str:
         heads = ("predicted bubble rate", "ranks", "microbatches", *SCHEDULES)
-        return heads, [
-            (
-                stage.model.name,
-                str(stage.model.pipeline_size),
-                str(stage.model.num_microbatches),
-                *(percent(rate) for rate in stage.bubble_rates().values()),
-            )
-            for stage in self.stages
-        ]
+        sizes = [(stage.model.name, stage.model.pipeline_size, stage.model.num_microbatches) for stage in self.stages]
+        rates = [map(percent, stage.bubble_rates().values()) for stage in self.stages]
+        rows = [(*map(str, size), *each) for size, each in zip(sizes, rates, strict=True)]
+        return table(heads, rows, markdown=markdown)
 
-    def _memory(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        heads = ("memory (MiB)", "a microbatch", "counted", "temporary", "schedule", "peak", "simulated", "off by")
-        rows: list[tuple[str, ...]] = []
-        for stage in self.stages:
-            sizes = stage.profile.memory[OpKind.F], stage.expected_memory[0], stage.profile.temporary
-            for check in stage.memory:
-                off = f"{100 * (check.measured / check.simulated - 1):+.1f}%"
-                figures = (_as_mib(check.measured), _as_mib(check.simulated), off)
-                rows.append((stage.model.name, *map(_as_mib, sizes), check.schedule, *figures))
-        return heads, rows
+
+def _ms(kind: OpKind) -> Callable[[StageCheck], str]:
+    return lambda stage: f"{stage.profile.time(kind):.3f}"
+
+
+def _price(stage: StageCheck) -> str:
+    over = "" if stage.profile.price <= PRICE_LIMIT else f", over {PRICE_LIMIT}"
+    return f"{stage.profile.price:.3f}{over}"
+
+
+_TIMES: Mapping[str, Callable[[StageCheck], str]] = {
+    "a stage of": lambda stage: stage.model.name,
+    "layers": lambda stage: str(stage.model.layers_a_stage),
+    "F (ms)": _ms(OpKind.F),
+    "B (ms)": _ms(OpKind.B),
+    "W (ms)": _ms(OpKind.W),
+    "fused (ms)": _ms(OpKind.BW),
+    "(B + W) / fused": _price,
+    "TFLOP/s": lambda stage: f"{stage.tflops:.4g}",
+}
 
 
 def _as_mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.4g}"
+
+
+_MEMORY: Mapping[str, Callable[[tuple[StageCheck, MemoryCheck]], str]] = {
+    "memory (MiB)": lambda pair: pair[0].model.name,
+    "a microbatch": lambda pair: _as_mib(pair[0].profile.memory[OpKind.F]),
+    "counted": lambda pair: _as_mib(pair[0].expected_memory[0]),
+    "temporary": lambda pair: _as_mib(pair[0].profile.temporary),
+    "schedule": lambda pair: pair[1].schedule,
+    "peak": lambda pair: _as_mib(pair[1].measured),
+    "simulated": lambda pair: _as_mib(pair[1].simulated),
+    "off by": lambda pair: f"{100 * (pair[1].measured / pair[1].simulated - 1):+.1f}%",
+}
 
 
 _PACKAGES = ("megatron-core", "numpy", "transformer-engine", "apex", "flash-attn", "triton")

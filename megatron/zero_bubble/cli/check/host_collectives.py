@@ -1,4 +1,4 @@
-"""Makes gloo's collectives work on GPU tensors: tensors are copied to pinned host memory, and results are copied back.
+"""Runs gloo's collectives on copies of GPU tensors in pinned host memory, and copies the results back to the GPU.
 
 Depending on torch's version, only some of gloo's collectives take GPU tensors. NCCL may refuse to connect ranks that
 share one device; megatron-core then communicates with gloo's collectives.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _METHODS = (
     *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
@@ -23,7 +24,7 @@ _METHODS = (
 
 
 class StagedWork:
-    """A collective that runs on host copies of its tensors; `wait` copies the results to the tensors in `wanted`."""
+    """A collective on copies of tensors in host memory; `wait` copies the results to the tensors in `wanted`."""
 
     def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
         self._work = work
@@ -51,8 +52,7 @@ class StagedWork:
 def stage_collectives(device_type: str) -> Callable[[], None]:
     """Make all collectives run on host copies of tensors of `device_type`; return a function that undoes the change.
 
-    With the device type `cpu`, collectives run on copies of tensors in host memory, which tests this module without a
-    GPU.
+    The device type `cpu` tests this module without a GPU.
     """
     # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
@@ -69,9 +69,9 @@ def stage_collectives(device_type: str) -> Callable[[], None]:
 def _staged(name: str, original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def staged(group: Any, first: Any, *others: Any, **options: Any) -> Any:
         arguments = (first, *others)
-        if not any(tensor.device.type == device_type for argument in arguments for tensor in _tensors_inside(argument)):
+        if not any(tensor.device.type == device_type for tensor in _tensors_inside(arguments)):
             return original(group, *arguments, **options)
-        on_host = [_on_host(argument) for argument in arguments]
+        on_host = tree_map_only(torch.Tensor, _host_copy, list(arguments))
         work = original(group, *on_host, **options)
         return StagedWork(work, on_host, [] if name == "send" else first)
 
@@ -79,18 +79,10 @@ def _staged(name: str, original: Callable[..., Any], device_type: str) -> Callab
 
 
 def _tensors_inside(argument: Any) -> list[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    if isinstance(argument, (list, tuple)):
-        return [tensor for part in argument for tensor in _tensors_inside(part)]
-    return []
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
-def _on_host(argument: Any) -> Any:
-    """Return `argument` with each tensor replaced by a host copy, once the device has computed the tensor."""
-    if isinstance(argument, torch.Tensor):
-        host = torch.empty(argument.shape, dtype=argument.dtype, pin_memory=argument.is_cuda)
-        return host.copy_(argument.detach())
-    if isinstance(argument, (list, tuple)):
-        return [_on_host(part) for part in argument]
-    return argument
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` in host memory, once the device has computed the tensor."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach())

@@ -1,9 +1,9 @@
-"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's schedule and under ours."""
+"""The trainings of `zero-bubble check`, which run each layout under megatron-core's schedule and our schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION
@@ -12,8 +12,7 @@ NUM_RANKS = 4
 VOCAB_SIZE = 120
 REFERENCE = "megatron-core"
 ROUNDING = 0.01
-"""Largest relative difference of two losses that count as equal `rounded losses`; in bf16, losses depend on the order
-of sums."""
+"""Largest relative difference of two losses that count as equal, because sums in bf16 depend on their order."""
 _CHECKPOINT = "checkpoint"
 _MODEL = {
     "paper": ("--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--micro-batch-size", "1"),
@@ -31,8 +30,7 @@ _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile
 """Flags for a planned schedule in the reference training's layout, so that the numerics are comparable bit by bit."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""Flags that turn off clipping and dropout. The V placement changes the order of the sum in the gradient norm, and the
-ranks that draw random numbers."""
+"""Flags without which results depend on the ranks that sum gradient norms and draw random numbers."""
 _TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 _EXPERTS = (
     *(*_PP2_DP2, "--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-router-topk", "2"),
@@ -48,8 +46,7 @@ class Cell:
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """The values that must equal the values of the layout's reference training: `everything` that `--log-numerics`
-    writes, `the losses`, `rounded losses` (to `ROUNDING`) or `nothing`."""
+    """The values that must be equal in the reference: `everything`, `the losses`, `rounded losses` or `nothing`."""
 
     @property
     def title(self) -> str:
@@ -72,24 +69,18 @@ def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
     return ("--zero-bubble-schedule", schedule, *more)
 
 
+_ZB_H1, _ZB_2P = {"zb_h1": _schedule_flags("zb-h1")}, {"zb_2p": _schedule_flags("zb-2p")}
+
+
 def _only_transformer_engine() -> list[Cell]:
     return [
-        *_layout(
-            "PP2 x EP2, grouped experts",
-            (*_EXPERTS, "--moe-grouped-gemm"),
-            zb_h1=_schedule_flags("zb-h1"),
-        ),
-        *_layout(
-            "PP4, fp8",
-            (*_PP4, "--fp8-format", "hybrid"),
-            zb_h1=_schedule_flags("zb-h1"),
-            zb_2p=_schedule_flags("zb-2p"),
-        ),
+        *_layout("PP2 x EP2, grouped experts", (*_EXPERTS, "--moe-grouped-gemm"), **_ZB_H1),
+        *_layout("PP4, fp8", (*_PP4, "--fp8-format", "hybrid"), **_ZB_H1, **_ZB_2P),
     ]
 
 
 def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell]:
-    """Return all trainings of `zero-bubble check`, each after the trainings that it needs.
+    """Return all trainings of `zero-bubble check`; a training comes after the trainings whose files it reads.
 
     Args:
         size: `paper` or `tiny`.
@@ -103,24 +94,16 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
         *_layout(
             "PP4",
             _PP4,
-            zb_h1=_schedule_flags("zb-h1"),
-            zb_2p=_schedule_flags("zb-2p"),
+            **_ZB_H1,
+            **_ZB_2P,
             auto=_PLANNED,
             post_validation=_schedule_flags("zb-2p", "--zero-bubble-post-validation"),
             recomputation=(*_LITTLE_MEMORY, "--zero-bubble-recompute", "planned"),
             **({"copies": (*_LITTLE_MEMORY, "--zero-bubble-offload", "auto")} if is_local else {}),
         ),
-        *_layout(
-            "PP4, two chunks a rank",
-            (*_PP4, *_TWO_CHUNKS),
-            interleaved_zb=_schedule_flags("interleaved-zb"),
-        ),
-        *_layout(
-            "PP2 x TP2",
-            (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-            zb_h1=_schedule_flags("zb-h1"),
-        ),
-        *_layout("PP2 x DP2, overlapped", _PP2_DP2, zb_h1=_schedule_flags("zb-h1")),
+        *_layout("PP4, two chunks a rank", (*_PP4, *_TWO_CHUNKS), interleaved_zb=_schedule_flags("interleaved-zb")),
+        *_layout("PP2 x TP2", (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"), **_ZB_H1),
+        *_layout("PP2 x DP2, overlapped", _PP2_DP2, **_ZB_H1),
         *_layout(
             "PP2 x EP2, two chunks a rank",
             (*_EXPERTS, *_TWO_CHUNKS),
@@ -148,7 +131,7 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
     ]
     data = ("--train-data-path", str(folder / "corpus"))
     common = (*_MODEL[size], *_TRAINING, *REPEATABLE_ATTENTION[transformer_impl], *data)
-    return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in trainings]
+    return [replace(cell, flags=(*common, *cell.flags)) for cell in trainings]
 
 
 def names(transformer_impl: str = "local") -> tuple[str, ...]:

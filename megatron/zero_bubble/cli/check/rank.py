@@ -29,21 +29,19 @@ BEGINS, ENDS = "begins", "ends"
 
 
 def run_trainings(plan: dict[str, Any], folder: Path) -> None:
-    rank = int(os.environ["RANK"])
+    rank, num_ranks, has_cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     if plan["over_host"]:
         from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 
-        stage_collectives("cuda" if torch.cuda.is_available() else "cpu")
+        stage_collectives("cuda" if has_cuda else "cpu")
     for number, (title, flags) in enumerate(plan["trainings"].items()):
         _note_progress(folder, rank, BEGINS, title)
         # Each training has its own process groups; the groups of all trainings would have a thousand threads.
-        store = dist.FileStore(str(folder / f"store{number}"), int(os.environ["WORLD_SIZE"]))
+        store = dist.FileStore(str(folder / f"store{number}"), num_ranks)
         timeout = timedelta(seconds=plan["limit"])
-        if torch.cuda.is_available():
+        if has_cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(
-            plan["backend"], store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout
-        )
+        dist.init_process_group(plan["backend"], store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         _meet() if flags is None else _train(flags)
         gc.collect()  # frees the model, which has cycles and holds some of the groups
         dist.destroy_process_group()
@@ -52,8 +50,7 @@ def run_trainings(plan: dict[str, Any], folder: Path) -> None:
 
 def _meet() -> None:
     """Run one all-reduce, which tests whether the backend connects the ranks."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    number = torch.ones(1, device=device)
+    number = torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(number)
     assert number.item() == dist.get_world_size(), "an all-reduce gives a wrong sum"
 

@@ -1,4 +1,4 @@
-"""Trains on ranks that share a device, and compares our schedules' numerics byte for byte with megatron-core's."""
+"""Trains on ranks that share a device, and compares the numerics of our schedules and of megatron-core's schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, ROUNDING, Cell, write_corpus
-from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, RankStart
 from megatron.zero_bubble.cli.output import table
 
 _PROBE = "an all-reduce"
@@ -24,8 +24,7 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """Outcome: `equal`, `differs`, `failed`, `no reference` (megatron-core's training failed), `reference`
-    (megatron-core's training itself), or `made` (a training that only saves a checkpoint for other trainings)."""
+    """`equal`, `differs`, `failed`, `no reference` (it failed), `reference`, or `made` (only saves a checkpoint)."""
     detail: str
     seconds: float
     log: str = ""
@@ -85,13 +84,14 @@ class RankCheck:
     Args:
         paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the ranks' files.
+        time_limit: seconds that a training may take.
         say: called with a description of the trainings that run next.
     """
 
     has_cuda: bool
     paths: Sequence[Path]
     folder: Path
-    limits: Limits
+    time_limit: float
     say: Callable[[str], None]
 
     def run(self, everything: Sequence[Cell]) -> RankFindings:
@@ -104,19 +104,19 @@ class RankCheck:
 
     def _backends(self) -> tuple[list[Backend], dict[str, Ended]]:
         if not self.has_cuda:
-            return [Backend("gloo", False), Backend("host", False)], {}
-        nccl = Backend("nccl", True)
+            return [Backend("gloo"), Backend("host")], {}
         self.say(f"{NUM_RANKS} ranks over NCCL: {_PROBE}")
-        [probe] = self._start({_PROBE: None}, nccl).values()
+        [probe] = self._start({_PROBE: None}, Backend("nccl")).values()
         refused = {"nccl": probe} if probe.error is not None else {}
         names = ("host",) if refused else ("nccl", "host")
-        return [Backend(name, True, one_queue) for name in names for one_queue in (False, True)], refused
+        return [Backend(name, one_queue) for name in names for one_queue in (False, True)], refused
 
     def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
-        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.limits).run(trainings)
+        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.time_limit).run(trainings)
 
     def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
-        if backend.refuses_varying_shapes:
+        # With one hardware queue, messages between GPUs must have the same shape in all microbatches.
+        if backend.one_queue and backend.name != "host":
             everything = [cell for cell in everything if "--variable-seq-lengths" not in cell.flags]
         self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
         trainings = {}
@@ -124,7 +124,8 @@ class RankCheck:
             more = ["--log-numerics", str(self._numerics(cell, backend))]
             if cell.is_ours:
                 # The timeout is well before the limit, so that the log says where each rank is.
-                more += [*backend.flags, "--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
+                more += ["--zero-bubble-timeout", f"{0.8 * self.time_limit:g}"]
+                more += ["--zero-bubble-communicator", "host"] if backend.name == "host" else []
             trainings[cell.title] = [*cell.flags, *more]
         ended = self._start(trainings, backend)
         return [self._judge(cell, backend, ended[cell.title]) for cell in everything]
@@ -144,7 +145,7 @@ class RankCheck:
         # One queue must not change megatron-core's own numbers either.
         if cell.name == REFERENCE and not backend.one_queue:
             return result("reference")
-        reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name, backend.has_cuda))
+        reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name))
         if not reference.exists():
             return result("no reference", "megatron-core's own training failed")
         difference = find_difference(reference, self._numerics(cell, backend), cell.compares)

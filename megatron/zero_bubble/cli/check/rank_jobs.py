@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
@@ -20,6 +22,8 @@ _SECONDS_FOR_THE_OTHERS = 5.0
 """Seconds to wait for the other ranks after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
 """Number of characters that are kept from the end of each rank's log after a failure."""
+_START_UP_LIMIT = 300.0
+"""Seconds that the ranks may take to import torch and megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,6 @@ class Backend:
 
     name: str
     """Name of the backend: `nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
-    has_cuda: bool
     one_queue: bool = False
     """Whether the device has one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
 
@@ -36,32 +39,15 @@ class Backend:
     def title(self) -> str:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
-    @property
-    def refuses_varying_shapes(self) -> bool:
-        """Whether messages between GPUs must have the same shape in all microbatches."""
-        return self.one_queue and self.name != "host"
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Flags that a training under a zero-bubble schedule needs with this `Backend`."""
-        return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
-
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the ranks.
-
-        The ranks get the variables of this process, and default values for some variables that this process lacks. With
-        `one_queue`, the ranks get CUDA_DEVICE_MAX_CONNECTIONS=1.
-        """
+        """Return the environment variables of the ranks: this process's variables, and some defaults."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
             environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if self.name == "nccl":
             environment |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
-        environment |= os.environ
-        if self.one_queue:
-            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return environment
+        return {**environment, **os.environ, **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.one_queue else {})}
 
 
 @dataclass(frozen=True)
@@ -75,27 +61,22 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Time limits of trainings on ranks, in seconds."""
-
-    training: float
-    start_up: float = 300.0
-    """Time limit for starting the ranks, each of which imports torch and megatron-core."""
-
-
-@dataclass(frozen=True)
 class RankStart:
-    """Starts ranks on this machine and runs trainings on them."""
+    """Starts ranks on this machine and runs trainings on them.
+
+    Args:
+        paths: folders that the ranks get in PYTHONPATH.
+        folder: folder for the files of the ranks.
+        time_limit: seconds that a training may take.
+        module: module that every rank runs.
+    """
 
     backend: Backend
     num_ranks: int
     paths: Sequence[Path]
-    """Folders that the ranks get in PYTHONPATH."""
     folder: Path
-    """Folder for the files of the ranks."""
-    limits: Limits
+    time_limit: float
     module: str = "megatron.zero_bubble.cli.check.rank"
-    """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
         """Run all trainings, even if some fail; return the outcome of each training, by the training's title.
@@ -119,7 +100,7 @@ class _Attempt:
         plan = {
             "backend": "gloo" if start.backend.name == "host" else start.backend.name,
             "over_host": start.backend.name == "host",
-            "limit": start.limits.training,
+            "limit": start.time_limit,
             "trainings": trainings,
         }
         (self._folder / "plan.json").write_text(json.dumps(plan))
@@ -141,7 +122,8 @@ class _Attempt:
         return self._results(error, status)
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
-        local_rank = rank if _num_devices() >= self._start.num_ranks else 0
+        has_enough_devices = torch.cuda.is_available() and torch.cuda.device_count() >= self._start.num_ranks
+        local_rank = rank if has_enough_devices else 0
         environment = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         command = [sys.executable, "-m", self._start.module, str(self._folder / "plan.json")]
         with open(self._log(rank), "w") as log:
@@ -161,7 +143,7 @@ class _Attempt:
                 return None, 0
             if begun != len(progress := self._progress()):
                 begun, since = len(progress), time.monotonic()
-            limit = self._start.limits.training if begun else self._start.limits.start_up
+            limit = self._start.time_limit if begun else _START_UP_LIMIT
             if time.monotonic() - since > limit:
                 return f"ended because it was not done within {limit:g} s", -1
             time.sleep(0.05)
@@ -199,9 +181,3 @@ def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
-
-
-def _num_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.cli.check.models import Model
-from megatron.zero_bubble.cli.trainings import one_process, rank_model
+from megatron.zero_bubble.cli.trainings import rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.planner import generate
@@ -35,12 +34,10 @@ class StageProfile:
     """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Kind of operation -> measured times. F, B and W are measured in steps with a split backward; BW is measured in
-    steps with megatron-core's fused backward."""
+    """Kind of operation -> measured times: of F, B and W with a split backward, of BW with a fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
-    """Largest temporary memory of an operation: the peak during the operation, minus the larger of the memory in use
-    before the operation and the memory in use after the operation."""
+    """Largest temporary memory of an operation: memory that is in use neither before nor after the operation."""
 
     def time(self, kind: OpKind) -> float:
         return median(self.times[kind])
@@ -52,17 +49,10 @@ class StageProfile:
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
         """Return the costs of a pipeline of `num_stages` equal stages with the measured times and memory."""
-        f, b, w = OpKind.F, OpKind.B, OpKind.W
-        return StageCosts.uniform(
-            num_stages,
-            time_f=self.time(f),
-            time_b=self.time(b),
-            time_w=self.time(w),
-            time_comm=message_ms,
-            memory_f=self.memory[f],
-            memory_b=self.memory[b],
-            memory_w=self.memory[w],
-        )
+        kinds = {"f": OpKind.F, "b": OpKind.B, "w": OpKind.W}
+        times = {f"time_{name}": self.time(kind) for name, kind in kinds.items()}
+        memory = {f"memory_{name}": self.memory[kind] for name, kind in kinds.items()}
+        return StageCosts.uniform(num_stages, **times, **memory, time_comm=message_ms)
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A stage in two versions: with the backward split into B and W, and with megatron-core's fused backward."""
+    """A stage in two versions, with a split and with a fused backward; made within `one_process`."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -131,19 +121,13 @@ class MiddleStage:
         return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """Run one step and return the measured operations; with `with_memory`, the measured times are meaningless."""
+        """Run one step and return the measured operations; measuring memory, too, makes the times meaningless."""
         stage = make_stage(self._args, self._placement, RANK, chunks, self._device)
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)
         Executor(schedule, RANK, MadeUpNeighbours(), self._store).run(stage, recorder)
         stage.finish()
         return recorder.take()
-
-
-@contextmanager
-def middle_stage(model: Model, device: torch.device) -> Iterator[MiddleStage]:
-    with one_process(model.arguments(NUM_RANKS)):
-        yield MiddleStage(model, device)
 
 
 def make_stage(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def _number(help: str, default: float) -> Any:
 class ClusterFlags(CommandFlags):
     """the cluster"""
 
-    world_size: int = flag("number of devices of the job", parse=at_least(2), metavar="N")
+    world_size: int = flag("number of devices of the job", MISSING, parse=at_least(2), metavar="N")
     device_memory: float = flag("memory of one device", "80GiB", parse=_bytes, metavar="SIZE")
     reserved_memory: float = flag(
         "part of --device-memory that tensors cannot use: CUDA context, communication buffers, fragmentation",
@@ -47,7 +47,12 @@ class ClusterFlags(CommandFlags):
         metavar="SIZE",
     )
     device_tflops: float = _number("peak speed of one device in the training's precision, in TFLOP/s (A100: 312)", 312)
-    mfu: float = _number("fraction of the peak speed that layers reach; --profile has measured times", 0.45)
+    mfu: float = flag(
+        "fraction of the peak speed that layers reach; --profile has measured times",
+        0.45,
+        parse=one_number(above=0, at_most=1),
+        metavar="X",
+    )
     interconnect_bandwidth: float = _number(
         "speed of a message to another device, in GB/s (one 200 Gbit/s link: 25)", 25
     )
@@ -55,7 +60,6 @@ class ClusterFlags(CommandFlags):
         "speed at which a device exchanges tokens with experts on other devices, in GB/s; exchanges then add to the "
         "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm; otherwise no time "
         "is added for exchanges, so --mfu has to allow for them)",
-        None,
         parse=positive,
         metavar="X",
     )
@@ -63,11 +67,6 @@ class ClusterFlags(CommandFlags):
     interconnect_latency: float = flag(
         "time of an empty message, in microseconds", 20, parse=one_number(at_least=0), metavar="X"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mfu > 1:
-            raise ValueError(f"argument --mfu: must not be above 1, got {self.mfu:g}")
 
     @property
     def flops(self) -> float:
@@ -87,17 +86,11 @@ class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
     zero_stage: int | None = flag(
         "ZeRO stage: 1 shards the optimizer's states over data-parallel ranks, 2 also gradients, 3 also parameters "
         "(default: the stage of --use-torch-fsdp2 or --use-distributed-optimizer)",
-        None,
         parse=at_least(0, 3),
         metavar="{0,1,2,3}",
     )
     schedule: list[str] | None = flag(
-        "schedule to estimate; may be repeated (default: all but optimal)", None, repeat=True, metavar="NAME"
+        "schedule to estimate; may be repeated (default: all but optimal)", action="append", metavar="NAME"
     )
-    profile: Path | None = flag(
-        "measured costs, which --zero-bubble-profile-output wrote in a run with these flags",
-        None,
-        parse=Path,
-        metavar="FILE",
-    )
+    profile: Path | None = flag("measured costs, which --zero-bubble-profile-output wrote in a run with these flags")
     per_rank: bool = flag("print a line for every pipeline rank of every schedule", False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.estimate.results import Results
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib
-from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.output import percent, table, table_of
 from megatron.zero_bubble.planner.choice import SIMPLER
 from megatron.zero_bubble.schedule.host_link import offloaded_share
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage
@@ -30,7 +30,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "bytes_a_parameter": job.states.bytes_a_parameter(job.replicas),
         "zero_stage": job.states.zero_stage,
         "bytes_sent_to_replicas": job.exchanged_bytes(placement),
-        "num_microbatches": job.num_microbatches,
+        "num_microbatches": job.flags.most_microbatches,
         "flops_per_iteration": job.flops_per_iteration,
         "flops_of_a_microbatch": job.flops(placement)._asdict(),
         "device_memory_bytes": job.cluster.device_memory,
@@ -70,10 +70,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate of the first schedule or, if no schedule is estimated, the estimate of the layout.
-
-    The first lines of the output describe the returned estimate.
-    """
+    """Return the estimate that the first lines of the output describe."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown
@@ -94,7 +91,7 @@ def _head(shown: Estimate) -> Iterator[str]:
         f"context-parallel ranks leaves {states.bytes_a_parameter(replicas):.4g}"
     )
     if replicas > 1:
-        gradients, parameters = states.passes(job.num_microbatches)
+        gradients, parameters = states.passes(job.flags.most_microbatches)
         sent = job.exchanged_bytes(placement)
         yield (
             f"replicas: each sends {gib(min(sent))} to {gib(max(sent))} GiB an iteration to the others, gradients "
@@ -108,7 +105,7 @@ def _head(shown: Estimate) -> Iterator[str]:
     costs = "measured (--profile)" if job.profile else f"{job.cluster.flops / 1e12:.4g} TFLOP/s in the layers"
     is_early = job.flags.zero_bubble_post_validation
     waiting = "steps before the norm of all gradients is known" if is_early else "waits for the norm of all gradients"
-    yield f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}"
+    yield f"costs: {costs}; {job.flags.most_microbatches} microbatches; the optimizer {waiting}"
 
 
 def _schedules(results: Results, *, markdown: bool) -> str:
@@ -130,8 +127,7 @@ def _schedules(results: Results, *, markdown: bool) -> str:
     if any(each.schedule.offloads for each in results.estimates):
         columns["offloaded"] = lambda each: percent(offloaded_share(each.schedule))
         columns["host (GiB)"] = lambda each: gib(max(each.host_bytes))
-    rows = [[cell(each) for cell in columns.values()] for each in results.estimates]
-    return table(list(columns), rows, markdown=markdown)
+    return table_of(columns, results.estimates, markdown=markdown)
 
 
 def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
@@ -162,13 +158,11 @@ def notes(results: Results) -> list[str]:
         if job.flags.vocabulary_parallel:
             lines.append(f"{own}without vocabulary shards; all schedules here have them")
     if job.flags.zero_bubble_post_validation:
-        awaited = (awaited_by_the_first_stage(job.flags, each.schedule.placement) for each in results.estimates)
-        lines += [
-            "--zero-bubble-post-validation gains nothing, except in a V: the first stage waits for the last, because "
-            f"{reason}"
-            for reason in dict.fromkeys(awaited)
-            if reason is not None
-        ]
+        awaited = {awaited_by_the_first_stage(job.flags, each.schedule.placement) for each in results.estimates} - {
+            None
+        }
+        nothing = "--zero-bubble-post-validation gains nothing, except in a V: the first stage waits for the last"
+        lines += [f"{nothing}, because {reason}" for reason in awaited]
     return lines
 
 
@@ -223,10 +217,8 @@ def _source(flags: JobFlags) -> str:
     limit = flags.memory_limit
     if limit is None:
         return "the peak of megatron-core's own schedule, as a training with --zero-bubble has by default"
-    if limit.is_auto:
-        return f"{_FREE_MEMORY}, by {limit_flag(flags)}"
     if flags.zero_bubble_memory_limit is not None:
-        return f"by {limit_flag(flags)}"
+        return f"{_FREE_MEMORY}, by {limit_flag(flags)}" if limit.is_auto else f"by {limit_flag(flags)}"
     interleaved = "interleaved-pairs" if limit.pairs else "interleaved 1F1B"
     baseline = interleaved if limit.is_interleaved else "1F1B"
     return f"{baseline}'s peak, by {limit_flag(flags)}; the limit auto would be {_FREE_MEMORY}"

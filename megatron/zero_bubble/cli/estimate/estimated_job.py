@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -46,7 +47,6 @@ class EstimatedJob:
     profile: Profile | None = None
     """Measured costs; if None, costs are computed from numbers of floating-point operations and bytes."""
     is_quick: bool = False
-    """Whether the schedules are planned with little search effort."""
 
     @classmethod
     def of(cls, flags: EstimateFlags) -> EstimatedJob:
@@ -60,16 +60,14 @@ class EstimatedJob:
             with reading("--profile", flags.profile):
                 profile = profile_from_json(flags.profile.read_text(encoding="utf-8"))
         given = _completed(flags.training_flags, profile)
-        substitution = substitute_cuda()
-        try:
+        with ExitStack() as stack:
+            stack.callback(substitute_cuda().restore)
             args, settings = complete_training(
                 given, flags.world_size, "zero-bubble estimate", has_cuda=True, for_this_machine=False
             )
             if args.pipeline_model_parallel_size < 2:
                 raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
             count, of_sequence = count_model(args), flops_of_sequence(args)
-        finally:
-            substitution.restore()
         training = settings.flags
         if training.overlap_moe_expert_parallel_comm:
             refuse_unpaired(args)
@@ -78,15 +76,10 @@ class EstimatedJob:
         is_measured = profile is not None and any(profile.costs.memory_d)
         if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
             raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
-        states = States.of(args, flags.zero_stage)
         if flags.profile is not None and profile is not None:
             with reading("--profile", flags.profile):
                 profile.check_fits(profile.placement, training.model, training.recompute)
-        return cls(args, training, flags, states, count, of_sequence, profile)
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.flags.most_microbatches
+        return cls(args, training, flags, States.of(args, flags.zero_stage), count, of_sequence, profile)
 
     @property
     def replicas(self) -> int:
@@ -143,7 +136,7 @@ class EstimatedJob:
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
         """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
-        a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
+        a_parameter = self.states.sent_a_parameter(self.replicas, self.flags.most_microbatches)
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:
@@ -160,11 +153,11 @@ class EstimatedJob:
         """
         input_bytes = self.count.input_bytes
         embedding, *layers, output = map(self._unit_costs, self.count.units)
+        if self.profile is not None:
+            return with_states(fit_units(self.profile), [unit.state for unit in (embedding, *layers, output)])
         layers = [
             replace(layer, time_r=layer.time_f, memory_r=layer.memory_f - input_bytes, num_blocks=1) for layer in layers
         ]
-        if self.profile is not None:
-            return with_states(fit_units(self.profile), [unit.state for unit in (embedding, *layers, output)])
         is_tied = not self.args.untie_embeddings_and_output_weights
         return ModelCosts(embedding, tuple(layers), output, self.cluster.message_ms(input_bytes), ties_output=is_tied)
 
@@ -226,7 +219,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Return for every layer whether R recomputes it; the method `block` recomputes each stage's first layers."""
+        """Return for every layer whether the schedule recomputes the layer."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
@@ -246,8 +239,7 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     """Add the flags that a training requires, and --transformer-impl with the profile's value or Megatron-LM's default.
 
-    `_completed` does not add --transformer-impl if the flags reset attention masks, choose FSDP2 or choose local
-    attention, because these three settings need local layers.
+    Flags that reset attention masks, choose FSDP2 or choose local attention need local layers, the trainer's default.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]

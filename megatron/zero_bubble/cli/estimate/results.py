@@ -27,8 +27,7 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches for which, without --schedule, schedules are planned with little
-search effort."""
+"""Smallest product of pipeline ranks and microbatches for which schedules are planned with little search effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Keys of the two layout searches in dictionaries whose other keys are names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
@@ -94,7 +93,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen` (default: all but slow schedules) and, if the flags fix no layout, the layout.
+    """Estimate the schedules `chosen` (default: all but slow ones), and the layout that the training would choose.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -108,21 +107,16 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
         if split.estimates:
             results = replace(results, estimates=split.estimates, refused=split.refused, added_flags=added)
     if not results.estimates and results.layout is None:
-        raise ValueError("; ".join(_refusal(names, reason) for reason, names in results.refused_by_reason.items()))
+        messages = []
+        for reason, refused in results.refused_by_reason.items():
+            schedules = ", ".join(name for name in refused.split(", ") if name in ENTRIES)
+            messages.append(f"--schedule {schedules}: {reason}" if schedules else reason)
+        raise ValueError("; ".join(messages))
     return replace(results, remedies=list(_remedies(results)))
 
 
-def _refusal(names: str, reason: str) -> str:
-    """Return an error message with `reason`.
-
-    The message begins with `--schedule NAMES:` if `names` contains names of schedules.
-    """
-    schedules = [name for name in names.split(", ") if name in ENTRIES]
-    return f"--schedule {', '.join(schedules)}: {reason}" if schedules else reason
-
-
 def _size(job: EstimatedJob) -> int:
-    return job.flags.pipeline_model_parallel_size * job.num_microbatches
+    return job.flags.pipeline_model_parallel_size * job.flags.most_microbatches
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:
@@ -157,8 +151,9 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
     else:
         with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as processes:
             outcomes = list(processes.map(_outcome, tasks.values()))
-    refused = {name: each for name, each in zip(tasks, outcomes, strict=True) if isinstance(each, str)}
-    done = {name: each for name, each in zip(tasks, outcomes, strict=True) if isinstance(each, Estimate)}
+    named = dict(zip(tasks, outcomes, strict=True))
+    refused = {name: each for name, each in named.items() if isinstance(each, str)}
+    done = {name: each for name, each in named.items() if isinstance(each, Estimate)}
     layout, freed = (cast("LayoutEstimate | None", done.pop(name, None)) for name in (_LAYOUT, _FREED))
     return Results(job, list(done.values()), refused, layout, freed)
 
@@ -174,7 +169,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """If no schedule fits, yield the estimate of the chosen layout or, without a chosen layout, of recomputation."""
+    """Yield estimates with another layout or with recomputation for a job without a schedule that fits in memory."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

@@ -9,20 +9,11 @@ from typing import Any, cast
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.runtime.device import MARGIN, limits_of_ranks
-from megatron.zero_bubble.schedule import (
-    Infeasible,
-    Placement,
-    Schedule,
-    Timeline,
-    iteration_time,
-    simulate,
-    with_post_validation,
-)
+from megatron.zero_bubble.schedule import Infeasible, Schedule, Timeline, iteration_time, simulate, with_post_validation
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
@@ -41,16 +32,9 @@ class Estimate:
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
-    """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
-
-    The schedule's activations exceed `limit` in one case only: if the memory limit of the flags is `auto` and no plan
-    fits in `limit`, the schedule is the plan with the least memory.
-    """
+    """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit."""
     without_pairs: Timeline | None = None
-    """Timeline of a second plan without pairs; None if the schedule itself is planned without pairs.
-
-    A pair runs a forward and a backward as one operation.
-    """
+    """Timeline of a second plan in which no forward and backward run as one operation, for comparison."""
 
     @property
     def schedule(self) -> Schedule:
@@ -95,11 +79,7 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing.
-
-        `reduction_ms` is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because these flags overlap the
-        exchanges of replicas with computation.
-        """
+        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing."""
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
@@ -107,15 +87,12 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Time from one iteration to the next: F, B, W and gradient reduction, without the optimizer's step."""
+        """Time from one iteration to the next, with gradient reduction and without the optimizer's step."""
         return self._time_of(self.timeline)
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup of an iteration by forward-backward pairs; None if the schedule is planned without pairs.
-
-        A pair runs a forward and a backward as one operation.
-        """
+        """Speedup of an iteration by pairs (a forward and a backward as one operation); None without pairs."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
@@ -202,13 +179,12 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         # As in training, the fullest rank determines all ranks' limit, which is negative if its states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
-        limit = _memory_limit(job, placement).in_bytes(
-            placement, costs, job.num_microbatches, int(free), inside, flags.recompute
-        )
+        allowed = flags.memory_limit or flags.peak_of_megatron(is_interleaved=placement.kind == "interleaved")
+        limit = allowed.in_bytes(placement, costs, flags.most_microbatches, int(free), inside, flags.recompute)
         limits = limits_of_ranks((limit,) * num_ranks, inside)
     request = PlanRequest(
         name,
-        job.num_microbatches,
+        job.flags.most_microbatches,
         (placement,),
         costs,
         memory_limit=limits,
@@ -233,15 +209,6 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     if request.pairs and entry.plans_all_kinds:
         without = simulate(schedule_of(replace(request, pairs=False)), costs)
     return Estimate(job, simulate(schedule, costs), states, limit, without)
-
-
-def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
-    """Return the memory limit that the flags set or, by default, the peak of megatron-core's own schedule."""
-    if job.flags.memory_limit is not None:
-        return job.flags.memory_limit
-    is_interleaved, pairs = placement.kind == "interleaved", job.flags.overlap_moe_expert_parallel_comm
-    size = job.flags.microbatch_group_size_per_virtual_pipeline_stage
-    return MemoryLimit(multiple=1.0, is_interleaved=is_interleaved, pairs=pairs, group_size=size)
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
@@ -270,7 +237,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate of a schedule under megatron-core: B recomputes, and the vocabulary is not sharded."""
+    """Return the estimate under megatron-core, where the backward recomputes and the vocabulary is not sharded."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

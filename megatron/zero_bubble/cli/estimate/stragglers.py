@@ -59,13 +59,6 @@ def time_per_step(times: Times, hierarchy: Hierarchy | None) -> float:
     return max(step.resumed for step in simulate_replicas(times, hierarchy)[-1]) / len(times)
 
 
-def _probability(text: str) -> float:
-    value = one_number(at_least=0)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must not be above 1, got {text}")
-    return value
-
-
 def _hierarchy(text: str) -> Hierarchy:
     try:
         return Hierarchy.parse(text)
@@ -84,7 +77,9 @@ class ReplicasFlags(CommandFlags):
     slowdown: float = flag(
         "time of a straggler divided by the time of another replica", 5, parse=one_number(at_least=1), metavar="X"
     )
-    probability: float = flag("probability that a step has a straggler", 1, parse=_probability, metavar="P")
+    probability: float = flag(
+        "probability that a step has a straggler", 1, parse=one_number(at_least=0, at_most=1), metavar="P"
+    )
     seed: int = flag("seed of the stragglers", 0, parse=at_least(0), metavar="N")
     hierarchical_sgd: Hierarchy = flag(
         "PERIOD:SIZE,...: the training's flag", "2:2,4:4,8:8", parse=_hierarchy, metavar="LEVELS"
@@ -123,9 +118,7 @@ class ReplicasFlags(CommandFlags):
 class StragglerFlags(ReplicasFlags, TableFlags):
     """output"""
 
-    timeline: Path | None = flag(
-        "draw the first steps of synchronous and hierarchical SGD", None, parse=Path, metavar="FILE.svg"
-    )
+    timeline: Path | None = flag("draw the first steps of synchronous and hierarchical SGD", metavar="FILE.svg")
 
 
 def estimate_stragglers(argv: Sequence[str]) -> None:

@@ -45,8 +45,8 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
     If `is_draft` is set, the schedule is planned with little search effort.
     """
     flags = _flags(words)
-    figures = figures_of_source(flags, 0 if is_draft else EFFORT)
-    return picture_of(figures, flags.recomputation, _time_unit(flags))
+    figures = figures_of_source(flags, effort=0 if is_draft else EFFORT)
+    return picture_of(figures, flags.recomputation, flags.time_unit)
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def saved_file(words: Words, kind: str) -> dict[str, str]:
     """Return the name and the text of a file to save.
 
     Args:
-        kind: `json`, `csv`, `svg` or `trace`. The `csv` file has the format of torch.distributed.pipelining.
+        kind: format of the file, `json`, `csv` (of torch.distributed.pipelining), `svg` or `trace`.
     """
     flags = _flags(words)
     figures = figures_of_source(flags)
     writers: dict[str, tuple[str, Callable[[], str]]] = {
         "json": (".json", lambda: schedule_to_json(figures.schedule)),
         "csv": (".csv", lambda: schedule_to_pytorch_csv(figures.schedule)),
-        "svg": (".svg", lambda: to_svg(figures.timeline, time_unit=_time_unit(flags), steps=figures.steps)),
+        "svg": (".svg", lambda: to_svg(figures.timeline, time_unit=flags.time_unit, steps=figures.steps)),
         "trace": (".trace.json", lambda: to_chrome_trace(figures.timeline, steps=figures.steps)),
     }
     suffix, write = writers[kind]
@@ -99,10 +99,9 @@ def opened(file: str) -> dict[str, Any]:
         schedule = recorded_run(text)[0].schedule
         return {"run": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
     if is_profile(text):
-        placement = profile_from_json(text).placement
-        kind = placement.kind if placement.num_chunks > 1 else None
-        size = {"pipeline-size": placement.num_ranks, "num-chunks": placement.num_chunks, "placement": kind}
-        return {"costs": file, **size}
+        ranks, chunks = (placement := profile_from_json(text).placement).num_ranks, placement.num_chunks
+        kind = placement.kind if chunks > 1 else None
+        return {"costs": file, "pipeline-size": ranks, "num-chunks": chunks, "placement": kind}
     if '"megatron-zero-bubble costs"' in text[:200]:
         return {"costs": file, "pipeline-size": costs_from_text(text).num_stages}
     schedule = schedule_from_text(text, name=Path(file).stem)
@@ -117,11 +116,6 @@ def _flags(words: Words) -> SimulateFlags:
     return read_flags(SimulateFlags, words, "zero-bubble playground", "", has_help=False)
 
 
-def _time_unit(flags: SimulateFlags) -> str:
-    """Return the unit of a schedule's times: milliseconds or, if the flags give no times, the time of one F."""
-    return "ms" if flags.has_times else "F"
-
-
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "picture": picture,
     "run": run,
@@ -132,7 +126,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """Answer the JSON request `{"what": NAME, ...}` with JSON: the result, or `{"error": MESSAGE, "flag": NAME}`."""
+    """Answer a JSON request for the function `what` with the JSON of the function's result or of an error."""
     arguments = json.loads(question)
     try:
         return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float, allow_nan=False)
@@ -145,11 +139,9 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return the message of an error and the flag that the message is about, as named or most likely."""
+    """Return an error's message, and the flag that the message names or most likely concerns."""
     message = one_line(error)
-    named = re.match(r"arguments? --([\w-]+):? (.*)", message)
-    if named:
+    if named := re.match(r"arguments? --([\w-]+):? (.*)", message):
         return {"error": named[2], "flag": named[1]}
-    if isinstance(error, Infeasible):
-        return {"error": message, "flag": "memory-limit"}
-    return {"error": message, "flag": next((flag for word, flag in _SUBJECTS if word in message), "schedule")}
+    by_word = next((flag for word, flag in _SUBJECTS if word in message), "schedule")
+    return {"error": message, "flag": "memory-limit" if isinstance(error, Infeasible) else by_word}

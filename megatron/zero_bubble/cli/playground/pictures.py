@@ -67,7 +67,6 @@ def facts() -> dict[str, Any]:
 
 
 def _curve_limits(recompute: Recompute) -> list[float]:
-    """Return the default memory limits of `zero-bubble schedule memory-curve`, in units of 1F1B's peak memory."""
     return curve_limits(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 
@@ -142,7 +141,7 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 _MICROSECONDS = 1000
-"""Microseconds in a millisecond: traces have times in microseconds, and timelines in milliseconds."""
+"""Microseconds, the unit of time of a trace, in a millisecond, the unit of time of a timeline."""
 
 
 def is_trace(text: str) -> bool:
@@ -173,20 +172,17 @@ def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
         return measured, _memory_counters(events)
 
 
+_OF_DAMAGED_TRACES = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StopIteration, RecursionError),
+)
+
+
 @contextmanager
 def trace_errors() -> Iterator[None]:
     """Turn any error that a damaged trace causes into a `ScheduleError` with a message of one line."""
     try:
         yield
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        StopIteration,
-        RecursionError,
-    ) as error:
+    except _OF_DAMAGED_TRACES as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or "it has no operations"
         raise ScheduleError(f"not a trace that --zero-bubble-timeline wrote: {reason}") from None
 

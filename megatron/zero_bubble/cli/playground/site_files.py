@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -26,8 +25,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder into which `make playground` installs the npm package pyodide. A wheel that is built after `make playground`
-contains the npm package."""
+"""Folder into which `make playground` installs the npm package pyodide, which a wheel then contains."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -40,32 +38,32 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""The initial flags of the page, which shows two schedules: flags that the two schedules share, and flags of each
-schedule."""
+"""The initial flags of the page's two schedules: the shared flags, and the flags of each schedule."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
     """Write the page, this package, Pyodide and initial drawings; raise `ValueError` if Pyodide is not installed."""
     if not all((pyodide / name).is_file() for name in RUNTIME):
+        pinned = json.loads((_HERE / "npm" / "package.json").read_text(encoding="utf-8"))["dependencies"]["pyodide"]
         raise ValueError(
             f"Python for the browser is not in {pyodide}: run `make playground` in a clone, or "
-            f"`npm install --prefix DIR pyodide@{_pinned()}` and give --pyodide DIR/node_modules/pyodide"
+            f"`npm install --prefix DIR pyodide@{pinned}` and give --pyodide DIR/node_modules/pyodide"
         )
     shutil.copytree(_HERE / "page", folder, dirs_exist_ok=True)
     (folder / "pyodide").mkdir(exist_ok=True)
     for name in RUNTIME:
         shutil.copy(pyodide / name, folder / "pyodide" / name)
-    (folder / "package.zip").write_bytes(_packed())
+    with zipfile.ZipFile(folder / "package.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in _packed_files():
+            archive.write(path, path.relative_to(_PACKAGE.parents[1]))
     (folder / "start.json").write_text(json.dumps(_start(), default=float), encoding="utf-8")
     _write_snapshot(folder, pyodide)
 
 
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
-    """Write a memory snapshot from which Python starts in the browser without importing modules.
+    """Let Node write a memory snapshot, from which Python starts in the browser without importing modules.
 
-    Node, which npm requires, makes the snapshot within ten seconds. The folder of Pyodide also gets a copy, so that a
-    wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot, Python takes seconds
-    longer to start.
+    The folder of Pyodide also gets a copy, so that a wheel contains the snapshot.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():
@@ -92,21 +90,6 @@ def _digest() -> str:
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def _pinned() -> str:
-    """Return the version of Pyodide with which the page is tested."""
-    version: str = json.loads((_HERE / "npm" / "package.json").read_text(encoding="utf-8"))["dependencies"]["pyodide"]
-    return version
-
-
-def _packed() -> bytes:
-    """Return a zip archive of the Python modules that answer the page's requests."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in _packed_files():
-            archive.write(path, path.relative_to(_PACKAGE.parents[1]))
-    return buffer.getvalue()
 
 
 def _packed_files() -> list[Path]:

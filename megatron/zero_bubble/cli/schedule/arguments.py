@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.cli.invocation import at_least, numbers, positive
@@ -24,19 +23,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name
 
-_NOT_WITH_INPUT = (
-    "pipeline_size",
-    "num_microbatches",
-    "num_chunks",
-    "placement",
-    "microbatch_group_size",
-    "memory_limit",
-    "recompute",
-    "offload",
-)
-
-
-FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"})
+_SIZES = ("pipeline_size", "num_microbatches")
+_NOT_WITH_INPUT = (*_SIZES, "num_chunks", "placement", "microbatch_group_size", "memory_limit", "recompute", "offload")
+FORMATS = {"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"}
 """Suffix of a file name -> the format in which `generate` writes a schedule to the file."""
 
 
@@ -44,13 +33,11 @@ FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv":
 class SourceFlags(ScheduleFlags, LimitFlags):
     """the schedule"""
 
-    schedule: str | None = flag(f"one of {', '.join(names())}", None, metavar="NAME")
-    input: Path | None = flag(
-        "read the schedule from FILE: JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE"
-    )
+    schedule: str | None = flag(f"one of {', '.join(names())}", metavar="NAME")
+    input: Path | None = flag("read the schedule from FILE: JSON, CSV or PyTorch's CSV")
     # The sizes of a schedule in a file are known; without a file, `__post_init__` requires both flags.
-    pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
+    pipeline_size: int = flag("pipeline ranks, with --schedule", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration, with --schedule", parse=at_least(1), metavar="M")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +49,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
             is_given = getattr(self, name) is not None
             if self.input is not None and is_given:
                 raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule determines it")
-            if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
+            if self.input is None and not is_given and name in _SIZES:
                 raise ValueError(f"argument {flag_name(name)} is required with --schedule")
 
 
@@ -73,7 +60,6 @@ class QueueFlags(CommandFlags):
     hardware_queues: str | None = flag(
         "simulate NCCL's streams on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many "
         "(default: messages never wait for a stream)",
-        None,
         choices=[queues.value for queues in HardwareQueues],
     )
 
@@ -114,25 +100,13 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
             if self.lengths and getattr(self, name):
                 raise ValueError(f"argument --lengths: not allowed with {flag_name(name)}")
 
-    @property
-    def relative_lengths(self) -> tuple[float, ...]:
-        """The microbatch lengths from --lengths, divided by their mean."""
-        return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
-
-
-@dataclass(frozen=True)
-class ListFlags(ResultFlags):
-    """output"""
-
 
 @dataclass(frozen=True)
 class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
     """format"""
 
     format: str | None = flag(
-        "output format (default: by the suffix of --output, else grid)",
-        None,
-        choices=("grid", "json", "csv", "pytorch"),
+        "output format (default: by the suffix of --output, else grid)", choices=("grid", "json", "csv", "pytorch")
     )
     lower: bool = flag("add sends and receives (formats json and pytorch)", False)
 
@@ -160,7 +134,7 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
     """the schedules"""
 
     schedule: list[str] | None = flag(
-        "schedule to compare; may be repeated (default: all)", None, repeat=True, metavar="NAME"
+        "schedule to compare; may be repeated (default: all)", action="append", metavar="NAME"
     )
 
 
@@ -168,12 +142,9 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
 class DrawFlags(SimulationFlags):
     """the picture"""
 
-    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required", None, parse=Path, metavar="FILE")
+    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required")
     width: int | None = flag(
-        "width of an SVG or HTML page (default: by its contents)",
-        None,
-        parse=at_least(200, MAX_WIDTH),
-        metavar="PIXELS",
+        "width of an SVG or HTML page (default: by its contents)", parse=at_least(200, MAX_WIDTH), metavar="PIXELS"
     )
 
     def __post_init__(self) -> None:
@@ -196,7 +167,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     """the curves"""
 
     schedule: list[str] | None = flag(
-        "schedule to plan; may be repeated (default: auto)", None, repeat=True, metavar="NAME"
+        "schedule to plan; may be repeated (default: auto)", action="append", metavar="NAME"
     )
     from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute or --dial 0.125)")
     to: float = _limit(2.5, "largest memory limit")
@@ -206,23 +177,18 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         "activations to the host, or may do both",
         False,
     )
-    output: Path | None = flag(
-        "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
-    )
+    output: Path | None = flag("write to FILE instead of printing; with suffix .svg: plot there and print")
 
     draws = True
 
     @property
     def first(self) -> float:
-        """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
+        """The curve's smallest memory limit, in units of 1F1B's peak memory.
 
-        By default, the smallest memory limit is 0.5 times 1F1B's peak memory. If plans may recompute activations, or if
-        --dial is given, the default limit is 0.125 times 1F1B's peak memory, because plans that recompute activations
-        or copy activations to the host need less memory.
+        The default is smaller for plans that may recompute or copy activations, because these plans need less memory.
         """
-        if self.from_ is not None:
-            return self.from_
-        return 0.5 if self.recomputation is Recompute.NONE and not self.dial else 0.125
+        keeps_everything = self.recomputation is Recompute.NONE and not self.dial
+        return self.from_ or (0.5 if keeps_everything else 0.125)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.output import IDLE_HEADS, deliver, idle_cells, percent, table
+from megatron.zero_bubble.cli.output import deliver, percent, table, table_of
 from megatron.zero_bubble.cli.schedule.arguments import (
     CompareFlags,
     CurveFlags,
     DrawFlags,
     GenerateFlags,
-    ListFlags,
     SimulateFlags,
     ValidateFlags,
 )
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, stage_costs
 from megatron.zero_bubble.cli.schedule.memory_curve import memory_curve
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all, figures_of_source, source
+from megatron.zero_bubble.cli.shared_flags import ResultFlags
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import causes
@@ -34,15 +33,14 @@ from megatron.zero_bubble.schedule.host_link import offloaded_share
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
-def list_schedules(flags: ListFlags) -> None:
+def list_schedules(flags: ResultFlags) -> None:
     """Print the name and a one-line summary of every available schedule."""
-    entries = ENTRIES.values()
-    width = max(len(entry.name) for entry in entries)
+    width = max(map(len, ENTRIES))
     rows = [
-        {"schedule": e.name, "placement": e.placement, "num_chunks": e.num_chunks, "summary": e.summary}
-        for e in entries
+        {"schedule": name, "placement": entry.placement, "num_chunks": entry.num_chunks, "summary": entry.summary}
+        for name, entry in ENTRIES.items()
     ]
-    flags.deliver(rows, "".join(f"{entry.name:<{width}}  {entry.summary}\n" for entry in entries))
+    flags.deliver(rows, "".join(f"{name:<{width}}  {entry.summary}\n" for name, entry in ENTRIES.items()))
 
 
 def write_schedule(flags: GenerateFlags) -> None:
@@ -65,7 +63,14 @@ def write_schedule(flags: GenerateFlags) -> None:
 def show_simulation(flags: SimulateFlags) -> None:
     """Print the costs of one schedule, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
-    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _rank_table(figures))
+    idle = causes(figures.timeline)
+    rows = []
+    for rank, peak in enumerate(figures.timeline.peaks):
+        values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
+        op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
+        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
+    ranks = table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
+    flags.deliver(figures.as_json(), f"{_summary([figures])}\n{ranks}")
 
 
 def compare(flags: CompareFlags) -> None:
@@ -77,73 +82,35 @@ def compare(flags: CompareFlags) -> None:
 
 
 def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> str:
-    heads: tuple[str, ...] = (
-        "schedule",
-        *IDLE_HEADS,
-        "cost",
-        "above bound",
-        "makespan",
-        "memory (M_B)",
-        "messages",
-        "generation",
-    )
-    rows: list[tuple[str, ...]] = [
-        (
-            figures.schedule.name,
-            *idle_cells(figures.timeline.idle),
-            f"{float(figures.timeline.cost):.6g}",
-            percent(figures.above_bound),
-            f"{float(figures.timeline.makespan):.6g}",
-            f"{max(figures.peak_memory):.4g}",
-            str(figures.num_messages),
-            f"{figures.generation_seconds:.3f} s",
-        )
-        for figures in all_figures
-    ]
+    columns: dict[str, Callable[[ScheduleFigures], str]] = {
+        "schedule": lambda each: each.schedule.name,
+        "idle": lambda each: percent(each.timeline.idle.total),
+        "imbalance": lambda each: percent(each.timeline.idle.imbalance),
+        "bubble": lambda each: percent(each.timeline.idle.bubble),
+        "cost": lambda each: f"{float(each.timeline.cost):.6g}",
+        "above bound": lambda each: percent(each.above_bound),
+        "makespan": lambda each: f"{float(each.timeline.makespan):.6g}",
+        "memory (M_B)": lambda each: f"{max(each.peak_memory):.4g}",
+        "messages": lambda each: str(each.num_messages),
+        "generation": lambda each: f"{each.generation_seconds:.3f} s",
+    }
     if any(figures.schedule.recomputes for figures in all_figures):
-        heads += ("recomputed", "bubble and R", "cost with R in B", "gain of R apart")
-        rows = [(*row, *_recomputation(figures)) for row, figures in zip(rows, all_figures, strict=True)]
+        columns["recomputed"] = lambda each: percent(each.recomputed)
+        columns["bubble and R"] = lambda each: percent(each.lost)
+        columns["cost with R in B"] = lambda each: (
+            "-" if each.cost_in_backward is None else f"{float(each.cost_in_backward):.6g}"
+        )
+        columns["gain of R apart"] = lambda each: (
+            "-" if each.cost_in_backward is None else percent(each.cost_in_backward / each.timeline.cost - 1)
+        )
     if any(figures.schedule.offloads for figures in all_figures):
-        heads += ("offloaded", "host memory (M_B)")
-        rows = [
-            (*row, percent(offloaded_share(figures.schedule)), f"{max(figures.host_memory):.4g}")
-            for row, figures in zip(rows, all_figures, strict=True)
-        ]
+        columns["offloaded"] = lambda each: percent(offloaded_share(each.schedule))
+        columns["host memory (M_B)"] = lambda each: f"{max(each.host_memory):.4g}"
     if any(figures.schedule.has_post_validation for figures in all_figures):
-        heads += ("iteration", "without", "gain")
-        rows = [(*row, *_iteration_times(figures)) for row, figures in zip(rows, all_figures, strict=True)]
-    return table(heads, rows, markdown=markdown)
-
-
-def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return the table cells about recomputation.
-
-    The first two cells are the share of forwards that are recomputed, and the share of the cost that the bubble and R
-    take together. The last two cells are the cost if R runs inside of B, and the gain from running R outside of B.
-    """
-    inside = figures.cost_in_backward
-    apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
-    return percent(figures.recomputed), percent(figures.lost), *apart
-
-
-def _iteration_times(figures: ScheduleFigures) -> tuple[str, str, str]:
-    """Return the iteration time with and without post-validation, and the gain from post-validation, as text."""
-    return (
-        f"{float(figures.iteration_time):.6g}",
-        f"{float(figures.without_post_validation):.6g}",
-        percent(figures.gain),
-    )
-
-
-def _rank_table(figures: ScheduleFigures) -> str:
-    """Return a table of every rank's span, bubble by cause, and peak memory."""
-    idle = causes(figures.timeline)
-    rows = []
-    for rank, peak in enumerate(figures.timeline.peaks):
-        values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
-        op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
-        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
-    return table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
+        columns["iteration"] = lambda each: f"{float(each.iteration_time):.6g}"
+        columns["without"] = lambda each: f"{float(each.without_post_validation):.6g}"
+        columns["gain"] = lambda each: percent(each.gain)
+    return table_of(columns, all_figures, markdown=markdown)
 
 
 def draw(flags: DrawFlags) -> None:
@@ -155,9 +122,8 @@ def draw(flags: DrawFlags) -> None:
     if output.suffix == ".json":
         deliver(to_chrome_trace(timeline, steps=steps), output)
         return
-    unit = "ms" if flags.has_times else "F"
     to_picture = to_svg if output.suffix == ".svg" else to_html
-    deliver(to_picture(timeline, time_unit=unit, steps=steps, width=flags.width), output)
+    deliver(to_picture(timeline, time_unit=flags.time_unit, steps=steps, width=flags.width), output)
 
 
 def prove(flags: ValidateFlags) -> None:
@@ -188,37 +154,35 @@ class ScheduleCommand:
 
 _SIZE = "--pipeline-size 4 --num-microbatches 8"
 
-COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
-    {
-        "list": ScheduleCommand(list_schedules, ListFlags, "list all schedules", ""),
-        "generate": ScheduleCommand(
-            write_schedule, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
-        ),
-        "simulate": ScheduleCommand(
-            show_simulation,
-            SimulateFlags,
-            "simulate a schedule: idle time, times, memory and messages",
-            f"--schedule zb-h1 {_SIZE} --time-comm 0.1",
-        ),
-        "compare": ScheduleCommand(
-            compare,
-            CompareFlags,
-            "simulate several schedules and compare them in a table",
-            "--schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 24 --time-f 18.5 --time-b 18.1 "
-            "--time-w 9.3",
-        ),
-        "draw": ScheduleCommand(draw, DrawFlags, "draw a schedule", f"--schedule zb-h2 {_SIZE} --output zb-h2.svg"),
-        "validate": ScheduleCommand(
-            prove,
-            ValidateFlags,
-            "prove that a schedule is complete, ordered and free of deadlock",
-            "--input zb-h1.json",
-        ),
-        "memory-curve": ScheduleCommand(
-            memory_curve,
-            CurveFlags,
-            "print the bubble rate under several memory limits",
-            f"--schedule auto {_SIZE} --from 0.5 --to 2",
-        ),
-    }
-)
+COMMANDS = {
+    "list": ScheduleCommand(list_schedules, ResultFlags, "list all schedules", ""),
+    "generate": ScheduleCommand(
+        write_schedule, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
+    ),
+    "simulate": ScheduleCommand(
+        show_simulation,
+        SimulateFlags,
+        "simulate a schedule: idle time, times, memory and messages",
+        f"--schedule zb-h1 {_SIZE} --time-comm 0.1",
+    ),
+    "compare": ScheduleCommand(
+        compare,
+        CompareFlags,
+        "simulate several schedules and compare them in a table",
+        "--schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 24 --time-f 18.5 --time-b 18.1 "
+        "--time-w 9.3",
+    ),
+    "draw": ScheduleCommand(draw, DrawFlags, "draw a schedule", f"--schedule zb-h2 {_SIZE} --output zb-h2.svg"),
+    "validate": ScheduleCommand(
+        prove,
+        ValidateFlags,
+        "prove that a schedule is complete, ordered and free of deadlock",
+        "--input zb-h1.json",
+    ),
+    "memory-curve": ScheduleCommand(
+        memory_curve,
+        CurveFlags,
+        "print the bubble rate under several memory limits",
+        f"--schedule auto {_SIZE} --from 0.5 --to 2",
+    ),
+}

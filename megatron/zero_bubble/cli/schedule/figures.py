@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,10 @@ from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
-from megatron.zero_bubble.schedule.recomputation import (
-    num_recomputed,
-    with_recomputation,
-    without_recomputation,
-)
+from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation, without_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.timeline_files import in_memory_unit
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class ScheduleFigures:
 
     @property
     def lost(self) -> float:
-        """Fraction of the cost in which the busiest rank does not run F, B or W: the bubble and recomputation."""
+        """Share of the longest span of a rank that the bubble and recomputation take."""
         costs, placement = self.timeline.costs, self.schedule.placement
         works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
         return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
@@ -142,7 +139,7 @@ def simulated_figures(
     queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
-    """Validate `schedule`, add post-validation if `post_validation` is set, and simulate `steps` iterations.
+    """Validate `schedule` and simulate `steps` iterations; if `post_validation` is set, add post-validation first.
 
     Raises:
         ScheduleError: the schedule is not valid, or `steps` is above 1 without post-validation.
@@ -207,8 +204,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Largest excess, as a share of M_B, of the memory that B and W release over the memory that F allocates; the excess
-allows for rounding errors."""
+"""Share of M_B by which rounding errors may let B and W release more memory than F allocates."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {
@@ -223,9 +219,8 @@ _PARTS_OF_F = {
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and cost files with one entry per rank, give the costs of whole ranks; `stage_costs` splits the costs of a
-    rank among the rank's chunks. M_B is the largest memory, over all ranks, that F of one microbatch allocates on all
-    chunks of a rank.
+    Flags, and cost files with one entry per rank, give the costs of whole ranks, which `stage_costs` splits among the
+    chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.
@@ -245,21 +240,17 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
             )
         if flags.host_bandwidth is not None:
             costs = with_host_link(costs, flags.host_bandwidth * BYTES_PER_MS)
-    memory_f = costs.whole_ranks(placement).memory_f
-    if max(memory_f) < SMALLEST:
-        raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(memory_f):g}")
-    changes = costs.whole_ranks(placement)
-    for rank, change in enumerate(zip(changes.memory_f, changes.memory_b, changes.memory_w, strict=True)):
-        if sum(change) < -_ROUNDING * max(memory_f):
+    ranks = costs.whole_ranks(placement)
+    m_b = max(ranks.memory_f)
+    if m_b < SMALLEST:
+        raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {m_b:g}")
+    for rank, change in enumerate(zip(ranks.memory_f, ranks.memory_b, ranks.memory_w, strict=True)):
+        if sum(change) < -_ROUNDING * m_b:
             raise ScheduleError(
                 f"B and W of rank {rank} release more memory than F allocates: memory_f {change[0]:g}, memory_b "
                 f"{change[1]:g} and memory_w {change[2]:g} must add up to 0 or more"
             )
-    memory = {
-        name: tuple(value / max(memory_f) for value in getattr(costs, name))
-        for name in (field.name for field in fields(StageCosts) if field.name.startswith("memory_"))
-    }
-    return replace(costs, **memory)
+    return in_memory_unit(costs, m_b)
 
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:

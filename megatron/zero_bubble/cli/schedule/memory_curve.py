@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.cli.output import deliver, percent, table
@@ -21,27 +20,19 @@ from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "keep": {},
-        "drop": {"recompute": "planned"},
-        "offload": {"offload": "auto"},
-        "both": {"recompute": "planned", "offload": "auto"},
-    }
-)
-"""Name of a curve of --dial -> the flags of its plans.
-
-The plans of the four curves keep all activations, recompute activations, copy activations to the host, or both
-recompute and copy.
-"""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "keep": {},
+    "drop": {"recompute": "planned"},
+    "offload": {"offload": "auto"},
+    "both": {"recompute": "planned", "offload": "auto"},
+}
+"""Name of a curve of --dial -> the flags of its plans, which keep, recompute or copy activations."""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest time that the plot of --dial shows, divided by the time of the fastest plan that keeps all activations. The
-plot leaves out longer times, because in a plot with longer times, readers could not distinguish short times."""
+"""Largest time in the plot of --dial, divided by the time of the fastest plan that keeps all activations."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory for which the printed text has times. For each share, the printed text has the
-times of plans under the largest memory limit that does not exceed this share of the fastest plan's memory."""
+"""Shares of the fastest plan's memory for which the printed text has times."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,8 @@ def memory_curve(flags: CurveFlags) -> None:
     for name in chosen:
         for way, added in ways.items():
             own = replace(flags, dial=False, **added)
-            if not flags.dial or _has_costs(own, name):
+            placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
+            if not flags.dial or lacking_costs(own, stage_costs(own, placement)) is None:
                 points = {x: found for x in limits if (found := _at(own, name, x, takes_makespan=flags.dial))}
                 label = name if way is None else f"{name} {way}" if len(chosen) > 1 else way
                 curves.append(_Curve(label, name, way, points))
@@ -92,12 +84,6 @@ def curve_limits(flags: CurveFlags) -> list[float]:
     if steps >= 1000:
         raise ScheduleError(f"{steps + 1:.0f} limits are too many: choose a larger --step")
     return [first + i * step for i in range(int(steps) + 1)]
-
-
-def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Return whether the costs include recomputation and offload where the flags allow recomputation and offload."""
-    costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
-    return lacking_costs(flags, costs) is None
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
@@ -143,11 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield the sentences that are printed below the table.
-
-    The first sentences give the time of the fastest plan, which the table shows as 1, and the relative times under
-    smaller memory limits. The last sentence names the curves for which the file of costs lacks costs.
-    """
+    """Yield sentences about the fastest plan, plans in less memory, and curves for which the file has no costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
@@ -157,8 +139,7 @@ def _sentences(
             times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in timed)
             yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
     known = {curve.way for curve in curves}
-    left_out = [str(way) for way in WAYS if way not in known]
-    if left_out:
+    if left_out := [way for way in WAYS if way not in known]:
         more = "profile a run that recomputes, and give --host-bandwidth"
         yield f"left out: {', '.join(left_out)}, which {flags.costs} has no costs for: {more}"
 

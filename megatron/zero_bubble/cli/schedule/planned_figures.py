@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
@@ -12,7 +13,6 @@ from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated
 from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
-from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -20,17 +20,13 @@ from megatron.zero_bubble.session.flags import flag_name
 
 
 def make_schedule(
-    flags: ScheduleFlags,
-    name: str,
-    limit: Sequence[float] | None,
-    *,
-    post_validation: bool = False,
-    takes_makespan: bool = False,
-    effort: int = EFFORT,
+    flags: ScheduleFlags, name: str, limit: Sequence[float] | None, **options: Any
 ) -> tuple[Schedule, float]:
     """Generate the schedule `name` under `limit` (in M_B); return (schedule, seconds of its generation).
 
-    `takes_makespan` and `effort` are as in `PlanRequest`.
+    Args:
+        limit: memory limit: one number for all ranks, or one number for each rank.
+        options: further fields of the `PlanRequest`.
     """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
@@ -47,13 +43,11 @@ def make_schedule(
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
-        post_validation=post_validation,
-        takes_makespan=takes_makespan,
         recomputes=(flags.recomputation,),
         vocabulary_parallel=costs.has_vocabulary,
         pairs=costs.has_all_to_all,
         offloads=flags.offloads,
-        effort=effort,
+        **options,
     )
     try:
         schedule = schedule_of(request)
@@ -74,38 +68,30 @@ def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
     return None
 
 
-def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> ScheduleFigures:
-    """Return the figures of the schedule of --schedule or --input; `PlanRequest` has the same further arguments."""
-    schedule, seconds = source(flags, effort, takes_makespan=takes_makespan)
+def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures:
+    """Return the figures of the schedule of --schedule or --input; `options` are fields of the `PlanRequest`."""
     return simulated_figures(
         flags,
-        schedule,
-        seconds,
+        *source(flags, **options),
         post_validation=flags.post_validation,
         steps=flags.steps,
         queues=flags.queues,
-        lengths=flags.relative_lengths,
+        lengths=[length * len(flags.lengths) / sum(flags.lengths) for length in flags.lengths],
     )
 
 
-def source(flags: SourceFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> tuple[Schedule, float]:
+def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
     """Return the schedule that --schedule or --input names, and the seconds that its generation took.
 
-    `effort` and `takes_makespan` are as in `PlanRequest`.
+    Args:
+        options: fields of the `PlanRequest` of --schedule.
     """
     if flags.input is not None:
         with reading("--input", flags.input):
             return schedule_from_text(flags.input.read_text(encoding="utf-8"), name=flags.input.stem), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
-    return make_schedule(
-        flags,
-        flags.schedule,
-        flags.memory_limit,
-        post_validation=interlocks,
-        takes_makespan=takes_makespan,
-        effort=effort,
-    )
+    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, **options)
 
 
 def figures_of_all(
