@@ -188,7 +188,8 @@ class KindFacts:
     """Letters in the CSV of torch.distributed.pipelining; empty if that CSV has no letters for the kind."""
 
 
-_BACKWARD = KindFacts(
+_B = KindFacts(
+    makes=(OpKind.B,),
     needs=(
         Need(OpKind.F, Place.SAME_STAGE),
         Need(OpKind.R, Place.SAME_STAGE, is_optional=True),
@@ -198,10 +199,24 @@ _BACKWARD = KindFacts(
     ),
     receives=OpKind.RECV_BACKWARD,
     sends=OpKind.SEND_BACKWARD,
-    adds_gradient=True,
+    time=("time_b",),
+    memory=("memory_b",),
     waiting="waiting_for_backward",
+    adds_gradient=True,
+    colour="#e69f00",
+    pytorch="I",
 )
-"""Properties shared by all operations that compute the gradient of a stage's input."""
+"""Properties shared by B alone and B in a pair."""
+_BW = replace(
+    _B,
+    makes=(OpKind.B, OpKind.W),
+    time=("time_b", "time_w"),
+    saves="saved_bw",
+    memory=("memory_b", "memory_w"),
+    colour="#cc79a7",
+    pytorch="B",
+)
+"""Properties shared by BW alone and BW in a pair."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -221,16 +236,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             meaning="F forward",
             pytorch="F",
         ),
-        OpKind.B: replace(
-            _BACKWARD,
-            makes=(OpKind.B,),
-            time=("time_b",),
-            memory=("memory_b",),
-            in_order="gradients of inputs",
-            colour="#e69f00",
-            meaning="B input gradient",
-            pytorch="I",
-        ),
+        OpKind.B: replace(_B, in_order="gradients of inputs", meaning="B input gradient"),
         OpKind.W: KindFacts(
             makes=(OpKind.W,),
             needs=(Need(OpKind.B, Place.SAME_STAGE),),
@@ -243,37 +249,9 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             meaning="W weight gradient",
             pytorch="W",
         ),
-        OpKind.BW: replace(
-            _BACKWARD,
-            makes=(OpKind.B, OpKind.W),
-            time=("time_b", "time_w"),
-            saves="saved_bw",
-            memory=("memory_b", "memory_w"),
-            colour="#cc79a7",
-            meaning="BW both gradients",
-            pytorch="B",
-        ),
-        OpKind.PB: replace(
-            _BACKWARD,
-            makes=(OpKind.B,),
-            time=("time_b",),
-            memory=("memory_b",),
-            pairs_with=OpKind.F,
-            colour="#e69f00",
-            meaning="&B in a pair with F",
-            pytorch="I",
-        ),
-        OpKind.PBW: replace(
-            _BACKWARD,
-            makes=(OpKind.B, OpKind.W),
-            time=("time_b", "time_w"),
-            saves="saved_bw",
-            memory=("memory_b", "memory_w"),
-            pairs_with=OpKind.F,
-            colour="#cc79a7",
-            meaning="&BW in a pair with F",
-            pytorch="B",
-        ),
+        OpKind.BW: replace(_BW, meaning="BW both gradients"),
+        OpKind.PB: replace(_B, pairs_with=OpKind.F, meaning="&B in a pair with F"),
+        OpKind.PBW: replace(_BW, pairs_with=OpKind.F, meaning="&BW in a pair with F"),
         OpKind.R: KindFacts(
             makes=(OpKind.R,),
             needs=(Need(OpKind.F, Place.SAME_STAGE),),

@@ -82,8 +82,7 @@ def interleaved_zb(
             fewer microbatches than there are ranks.
     """
     fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
-    ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))
-    return Schedule(fused.name, fused.placement, num_microbatches, ops)
+    return split_backward(fused, delay=2)
 
 
 def _interleaved(

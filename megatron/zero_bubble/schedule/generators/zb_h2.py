@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.generators.one_f_one_b import alternate
+from megatron.zero_bubble.schedule.generators.one_f_one_b import with_warmups
 from megatron.zero_bubble.schedule.generators.zb_h1 import split_backward
-from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.ir import Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -19,10 +18,5 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches of an iteration.
     """
-    forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
-    ops = tuple(
-        split_backward(alternate(forwards, backwards, num_warmup=2 * (num_ranks - 1 - rank)), delay=2 * rank)
-        for rank in range(num_ranks)
-    )
-    return Schedule("zb-h2", Placement("linear", num_ranks), num_microbatches, ops)
+    warmups = reversed(range(0, 2 * num_ranks, 2))
+    return split_backward(with_warmups("zb-h2", num_microbatches, warmups), delay=2)
