@@ -146,9 +146,9 @@ class StageCosts:
         **others: float,
     ) -> StageCosts:
         """Return costs that are the same on every stage; `others` are values of fields in `OPTIONAL`."""
-        names = ("time_f", "time_b", "time_w", "memory_f", "memory_b", "memory_w", "time_r", "memory_r")
-        costs = (time_f, time_b, time_w, memory_f, memory_b, memory_w, time_r, memory_r)
-        every = {name: (cost,) * num_stages for name, cost in (*zip(names, costs, strict=True), *others.items())}
+        times = {"time_f": time_f, "time_b": time_b, "time_w": time_w, "time_r": time_r}
+        memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w, "memory_r": memory_r}
+        every = {name: (cost,) * num_stages for name, cost in {**times, **memory, **others}.items()}
         return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 
     @property
@@ -160,23 +160,11 @@ class StageCosts:
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
-        return {
-            kind: tuple(map(sub, self._sum(facts.time), getattr(self, facts.saves)))
-            if facts.saves
-            else self._sum(facts.time)
-            for kind, facts in KINDS.items()
-            if facts.message is None
-        }
+        return self._by_kind("time", "saves")
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Return, for each kind of operation except sends and receives, the change of memory on every stage."""
-        return {
-            kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
-            if facts.frees
-            else self._sum(facts.memory)
-            for kind, facts in KINDS.items()
-            if facts.message is None
-        }
+        return self._by_kind("memory", "frees")
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Return the time of a pair, in which a forward computes while a backward exchanges tokens, and vice versa.
@@ -310,7 +298,12 @@ class StageCosts:
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
-    def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Stage -> sum of the fields of `StageCosts` in `names`; zeros if `names` is empty."""
-        columns = [getattr(self, name) for name in names]
-        return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
+    def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
+        """Kind of operation -> costs in the field `added` of its row of `KINDS`, minus the costs in `subtracted`."""
+        costs = {}
+        for kind, facts in KINDS.items():
+            if facts.message is None:
+                plus, minus = ([getattr(self, name) for name in getattr(facts, field)] for field in (added, subtracted))
+                total = tuple(map(sum, zip(*plus, strict=True))) if plus else (0,) * self.num_stages
+                costs[kind] = tuple(map(sub, total, *minus)) if minus else total
+        return costs

@@ -151,14 +151,14 @@ class KindFacts:
     collective: Collective | None = None
     """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the field that `saves` names, is the time of the operation. Empty for
-    an operation that takes no time."""
-    saves: str = ""
+    """The fields of `StageCosts` whose sum, minus the field in `saves`, is the time of the operation. Empty for an
+    operation that takes no time."""
+    saves: tuple[str, ...] = ()
     """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the sum of the fields in `frees`, is the change of memory."""
+    """The fields of `StageCosts` whose sum, minus the field in `frees`, is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the memory that the operation releases."""
+    """The field of `StageCosts` with the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
@@ -211,7 +211,7 @@ _BW = replace(
     _B,
     makes=(OpKind.B, OpKind.W),
     time=("time_b", "time_w"),
-    saves="saved_bw",
+    saves=("saved_bw",),
     memory=("memory_b", "memory_w"),
     colour="#cc79a7",
     pytorch="B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -9,7 +10,6 @@ from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import collective_time, exchange_before, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, COMMUNICATION, RECEIVES, SENDS, OpKind
-from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
@@ -90,37 +90,37 @@ class StreamLaunch(NamedTuple):
 class Host:
     """The launches that the executor of one rank makes on the compute stream and on NCCL's streams."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: Streams) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        times: Mapping[OpKind, Sequence[float]],
+        rank: int,
+        streams: Streams,
+    ) -> None:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
-        self._costs, self._streams = costs, streams
+        self._costs, self._times, self._streams = costs, times, streams
         self.reduction = End(streams.validation, sends=False)
         """This rank's endpoint of the stream for the reduction of the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
-        self.time_of_reduction = collective_time(costs) if costs is not None else 0
+        self.time_of_reduction = collective_time(costs)
         """Duration of the reduction of the global gradient norm that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
         """Return the common properties of the launches of operations of one kind and chunk."""
         op = Op(kind, 0, chunk)
-        if kind is OpKind.STEP:
-            return StreamLaunch(0, None, True, {})
         if kind is OpKind.VALIDATE:
             before = {validate.microbatch: validate.microbatch - 1 for validate in self.ops if validate.kind is kind}
             return StreamLaunch(0, self.reduction, True, before)
         if kind in COMMUNICATION:
             return StreamLaunch(self._message_time(op), self._end(op), False, self._numbers(op))
+        time = self._times[kind][self.schedule.placement.stage_of(self.rank, chunk)]
         input_message = self._input(op)
         if input_message is None:
-            return StreamLaunch(self._compute_time(op), None, True, {})
-        return StreamLaunch(self._compute_time(op), self._end(input_message), True, self._numbers(input_message))
-
-    def times_in_pairs(self) -> dict[Op, float]:
-        """Operation in a forward-backward pair -> time of the operation; empty without costs."""
-        if self._costs is None:
-            return {}
-        return times_in_pairs(self.schedule, self._costs, self.rank)
+            return StreamLaunch(time, None, True, {})
+        return StreamLaunch(time, self._end(input_message), True, self._numbers(input_message))
 
     def sending(self) -> list[End]:
         """Return this rank's endpoints of the streams on which the rank has posted sends or collectives.
@@ -153,8 +153,6 @@ class Host:
         return self._streams.channel(*((self.rank, peer) if message.kind in SENDS else (peer, self.rank)))
 
     def _message_time(self, message: Op) -> float:
-        if self._costs is None:
-            return 0
         if message.kind in COLLECTIVES:
             return collective_time(self._costs)
         return message_time(self.schedule.placement, self._costs, self.rank, message)
@@ -163,8 +161,3 @@ class Host:
         """The receive or collective that brings the input of `op`; None if the input is from the same rank."""
         receive = receive_before(self.schedule.placement, self.rank, op)
         return exchange_before(self.schedule, self.rank, op) if receive is None else receive
-
-    def _compute_time(self, op: Op) -> float:
-        if self._costs is None:
-            return 0
-        return self._costs.times()[op.kind][self.schedule.placement.stage_of(self.rank, op.chunk)]

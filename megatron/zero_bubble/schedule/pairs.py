@@ -10,6 +10,7 @@ pair, and the forward takes no time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from itertools import pairwise
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -60,10 +61,10 @@ def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op,
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
         return times
-    stages = schedule.placement.stages_of(rank)
+    stages, time_of_pair = schedule.placement.stages_of(rank), cache(costs.time_of_pair)
     for forward, backward in pairs(schedule.ops[rank]):
         times[forward] = 0
-        times[backward] = costs.time_of_pair(stages[forward.chunk], backward.kind, stages[backward.chunk])
+        times[backward] = time_of_pair(stages[forward.chunk], backward.kind, stages[backward.chunk])
     return times
 
 

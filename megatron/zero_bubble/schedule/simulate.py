@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import PAIRED, times_in_pairs
-from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
+from megatron.zero_bubble.schedule.streams import HardwareQueues, run_on_streams
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, timed_ops
 
 
@@ -65,9 +65,8 @@ def simulate(
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
         assert not lengths, "on streams all microbatches have the same length"
-        replay = StreamReplay(schedule, in_groups(costs, schedule.groups))
-        lanes_on_streams = replay.run(hardware_queues)
-        return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
+        on_streams, copies = run_on_streams(schedule, in_groups(costs, schedule.groups), hardware_queues)
+        return Timeline(schedule.without_communication(), costs, True, on_streams, hardware_queues, copies)
     schedule = schedule.without_communication()
     if lengths:
         _check_lengths(schedule, lengths)

@@ -24,6 +24,7 @@ from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import SENDS, OpKind
 from megatron.zero_bubble.schedule.launches import Host, Stream, StreamLaunch, Streams
+from megatron.zero_bubble.schedule.pairs import times_in_pairs
 from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, timed_ops
 
 
@@ -35,83 +36,76 @@ def check_streams(schedule: Schedule) -> None:
     Raises:
         Deadlock: some ranks wait for each other for ever.
     """
-    replay = StreamReplay(schedule)
+    costs = StageCosts.uniform(schedule.num_stages)
     try:
-        replay.run(HardwareQueues.ONE)
+        run_on_streams(schedule, costs, HardwareQueues.ONE)
     except Deadlock:
-        replay.run(HardwareQueues.MANY)  # if many queues deadlock too, their error is raised instead
+        run_on_streams(
+            schedule, costs, HardwareQueues.MANY
+        )  # if many queues deadlock too, their error is raised instead
         raise
 
 
-class StreamReplay:
-    """Simulates a lowered schedule on NCCL's streams, in time linear in the number of operations.
+def run_on_streams(
+    schedule: Schedule, costs: StageCosts, queues: HardwareQueues
+) -> tuple[tuple[tuple[TimedOp, ...], ...], tuple[tuple[TimedOp, ...], ...]]:
+    """Simulate a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
     Args:
-        schedule: lowered schedule.
-        costs: costs of the stages; None if operations and messages take no time.
+        schedule: lowered schedule, which must have passed all checks of `validate` except `check_streams`.
+        costs: costs of the stages; a deadlock does not depend on the costs.
+        queues: number of hardware queues of a GPU.
+
+    Returns:
+        Rank -> computations of the rank, with their times; and rank -> copies on the host link of the rank, with their
+        times.
+
+    Raises:
+        Deadlock: some ranks wait for each other for ever.
+        InvalidSchedule: an operation needs a message that its rank has not posted.
     """
+    streams, times = Streams(schedule.num_ranks), costs.times()
+    links = LinkTimes.of_ranks(schedule, costs)
+    devices = [
+        _Device(Host(schedule, costs, times, rank, streams), queues, costs, links[rank] if links else None)
+        for rank in range(schedule.num_ranks)
+    ]
+    runnable = deque(range(len(devices)))
+    while runnable:
+        rank = runnable.popleft()
+        devices[rank].go_on(runnable)
+        blocked_by = devices[rank].blocked_by
+        if blocked_by is not None:
+            blocked_by.waiting.append(rank)
+    if any(device.blocked_by is not None for device in devices):
+        raise Deadlock(_deadlock(schedule, devices, queues))
+    return tuple(device.lane() for device in devices), tuple(tuple(link.copies) for link in links)
 
-    def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
-        self._schedule, self._costs = schedule, costs
-        self.copies: tuple[tuple[TimedOp, ...], ...] = ()
-        """Rank -> copies on the host link of the rank in the latest run, with their times."""
 
-    def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run the lowered schedule, which must have passed all checks of `validate` except `check_streams`.
-
-        Returns:
-            Rank -> computations of the rank, with their times.
-
-        Raises:
-            Deadlock: some ranks wait for each other for ever.
-            InvalidSchedule: an operation needs a message that its rank has not posted.
-        """
-        streams = Streams(self._schedule.num_ranks)
-        links = LinkTimes.of_ranks(self._schedule, self._costs)
-        devices = [
-            _Device(Host(self._schedule, self._costs, rank, streams), queues, links[rank] if links else None)
-            for rank in range(self._schedule.num_ranks)
-        ]
-        runnable = deque(range(len(devices)))
-        while runnable:
-            rank = runnable.popleft()
-            devices[rank].go_on(runnable)
-            blocked_by = devices[rank].blocked_by
-            if blocked_by is not None:
-                blocked_by.waiting.append(rank)
-        if any(device.blocked_by is not None for device in devices):
-            raise Deadlock(self._explain(devices, queues))
-        self.copies = tuple(tuple(link.copies) for link in links)
-        return tuple(device.lane() for device in devices)
-
-    def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
-        """The error message of a deadlock: one line with the ranks that wait for each other."""
-        waits_for: dict[int, tuple[int, Op]] = {}
-        for rank, device in enumerate(devices):
-            if device.blocked_by is not None:
-                waits_for[rank] = next(
-                    (other, op)
-                    for other, late in enumerate(devices)
-                    if (op := late.missing_end(device.blocked_by)) is not None
-                )
-        steps = []
-        for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
-            other, op = waits_for[rank]
-            steps.append(f"rank {rank} at {devices[rank].at()} waits for {op} of rank {other}")
-        circle_of_waits = "; ".join(steps)
-        if queues is HardwareQueues.MANY:
-            return f"schedule {self._schedule.name} deadlocks: {circle_of_waits}"
-        where = "with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        return (
-            f"schedule {self._schedule.name} deadlocks {where}: {circle_of_waits}; "
-            "lower it again to remove the deadlock"
-        )
+def _deadlock(schedule: Schedule, devices: Sequence[_Device], queues: HardwareQueues) -> str:
+    """The error message of a deadlock: one line with the ranks that wait for each other."""
+    waits_for: dict[int, tuple[int, Op]] = {}
+    for rank, device in enumerate(devices):
+        if device.blocked_by is not None:
+            waits_for[rank] = next(
+                (other, op)
+                for other, late in enumerate(devices)
+                if (op := late.missing_end(device.blocked_by)) is not None
+            )
+    steps = []
+    for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
+        other, op = waits_for[rank]
+        steps.append(f"rank {rank} at {devices[rank].at()} waits for {op} of rank {other}")
+    one_queue = queues is HardwareQueues.ONE
+    where = " with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)" if one_queue else ""
+    remedy = "; lower it again to remove the deadlock" if one_queue else ""
+    return f"schedule {schedule.name} deadlocks{where}: {'; '.join(steps)}{remedy}"
 
 
 class _Device:
     """A simulated GPU: runs the launches of one rank until a launch has to wait."""
 
-    def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
+    def __init__(self, launches: Host, queues: HardwareQueues, costs: StageCosts, link: LinkTimes | None) -> None:
         self._link = link
         self.blocked_by: Stream | None = None
         self._launches = launches
@@ -123,7 +117,7 @@ class _Device:
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
-        self._in_pairs = launches.times_in_pairs()
+        self._in_pairs = times_in_pairs(launches.schedule, costs, launches.rank)
         self._position = 0
         """Position of the next launch."""
         self._free: float = 0
