@@ -6,14 +6,16 @@ that make and use the results of operations. Results are identified by stage (se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
+T = TypeVar("T")
 Node = tuple[OpKind, int, int]
 """The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the results that the
 operations of a kind make."""
@@ -196,6 +198,11 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
         return 0
     stage = placement.stage_of(rank, message.chunk)
     return costs.time_comm[min(stage, stage + MESSAGES[message.kind].neighbour)]
+
+
+def per_kind(ops: Sequence[Op], make: Callable[[Op], T]) -> dict[tuple[OpKind, int], T]:
+    """(kind, chunk) of each operation of a rank -> `make(op)` for the operation `op` of microbatch 0."""
+    return {(kind, chunk): make(Op(kind, 0, chunk)) for kind, chunk in set(map(itemgetter(0, 2), ops))}
 
 
 def circle(waits_for: Mapping[int, int]) -> list[int]:

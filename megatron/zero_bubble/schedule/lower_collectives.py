@@ -5,14 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.graph import collective_kinds, collective_time, exchange_before, exchanges_after
+from megatron.zero_bubble.schedule.graph import (
+    collective_kinds,
+    collective_time,
+    exchange_before,
+    exchanges_after,
+    per_kind,
+)
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION
 from megatron.zero_bubble.schedule.pairs import computations, numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
@@ -148,18 +155,14 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     }
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
-        ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
-        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each made or used collective."""
-        for position, op in numbered(ops):
-            kind, microbatch, chunk = op
-            if (kind, chunk) not in ends:
-                used = exchange_before(schedule, rank, op)
-                made = exchanges_after(schedule, rank, op)
-                ends[kind, chunk] = [(each.kind, makers) for each in made]
-                if used is not None:
-                    ends[kind, chunk].append((used.kind, users))
-            for collective, where in ends[kind, chunk]:
-                where.setdefault(Op(collective, microbatch), []).append((rank, position))
+        made = per_kind(ops, partial(exchanges_after, schedule, rank))
+        used = per_kind(ops, partial(exchange_before, schedule, rank))
+        for position, (kind, microbatch, chunk) in numbered(ops):
+            for collective in made[kind, chunk]:
+                makers.setdefault(collective._replace(microbatch=microbatch), []).append((rank, position))
+            needed = used[kind, chunk]
+            if needed is not None:
+                users.setdefault(needed._replace(microbatch=microbatch), []).append((rank, position))
     collectives = (_bounds(schedule, order, op, made_at, users.get(op, ())) for op, made_at in makers.items())
     return sorted(collectives, key=attrgetter("last_maker"))
 

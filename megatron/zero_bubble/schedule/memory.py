@@ -12,12 +12,8 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
-_ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
-    facts.undoes_memory_of: tuple(kind for kind in KINDS if KINDS[kind].undoes_memory_of is facts.undoes_memory_of)
-    for facts in KINDS.values()
-    if facts.undoes_memory_of is not None
-}
-"""Kind of operation -> kinds of later operations that may allocate a part of the earlier operation's memory. For
+_ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items() if facts.undoes_memory_of}
+"""Kind of operation -> kind of earlier operation that leaves a part of its allocation to the later operation. For
 example, an R (recomputation) allocates a part of the memory of F."""
 
 
@@ -55,9 +51,7 @@ def _changes(
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
     if lengths:
         usual = (change * lengths[op.microbatch] for change, op in zip(usual, ops, strict=True))
-    allocates_later = [
-        (kind, later) for kind, kinds in _ALLOCATES_LATER.items() for later in kinds if later in schedule.kinds
-    ]
+    allocates_later = [(kind, later) for later, kind in _ALLOCATES_LATER.items() if later in schedule.kinds]
     if not allocates_later:
         return usual
     different = {
