@@ -78,8 +78,8 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    The column for validation is left out without post-validation. The column for copies is left out without offload.
-    The column for streams is left out if the simulation has no hardware queues.
+    Only schedules with post-validation have a column for validation. Only schedules with offload have a column for
+    copies to the host. Only simulations of hardware queues have a column for NCCL's streams.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -118,7 +118,7 @@ def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
-    """Time for which sending the result of `before` and receiving the input of `op` occupy the rank."""
+    """Time for which the send after `before` and the receive before `op` occupy the rank."""
     placement, costs = timeline.schedule.placement, timeline.costs
     sending = message_time(placement, costs, rank, send_after(placement, rank, before))
     return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))
@@ -167,7 +167,7 @@ class Input(NamedTuple):
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
-    """Return the results that each operation needs, by rank and by position of the operation on the rank."""
+    """Rank -> position of an operation on the rank -> results that the operation needs."""
     return tuple(tuple(_inputs(timeline, rank, timed.op) for timed in lane) for rank, lane in enumerate(timeline.lanes))
 
 
@@ -179,7 +179,7 @@ def _inputs(timeline: Timeline, rank: int, op: Op) -> tuple[Input, ...]:
 
 
 def _limited_by(timeline: Timeline, rank: int, position: int) -> tuple[int, int] | None:
-    """Return (rank, position) of the last operation for which the operation at `position` of `rank` waited."""
+    """(rank, position) of the operation that determines the start of the operation at `position` of `rank`."""
     placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
     candidates: list[tuple[float, tuple[int, int]]] = []
     if position > 0:

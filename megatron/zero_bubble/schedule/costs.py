@@ -43,8 +43,8 @@ class StageCosts:
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
     of D and H occupy the host link of the rank, that is, the link between the device and the host.
 
-    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the entry of the first stage of
-    every rank is the cost of the rank's shard, and the entries of all other stages are zeros.
+    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the first stage of a rank has
+    the cost of the rank's shard, and all other stages have zeros.
     """
 
     time_f: tuple[float, ...]
@@ -145,7 +145,7 @@ class StageCosts:
         memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
-        """Return costs that are the same on every stage; `others` are values of fields in `OPTIONAL`."""
+        """Return equal costs for all stages; `others` has the values of further fields of `StageCosts`."""
         times = {"time_f": time_f, "time_b": time_b, "time_w": time_w, "time_r": time_r}
         memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w, "memory_r": memory_r}
         every = {name: (cost,) * num_stages for name, cost in {**times, **memory, **others}.items()}
@@ -207,7 +207,7 @@ class StageCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:
-        """The costs with the time that BW saves subtracted from W, for lower bounds that hold with and without BW."""
+        """Costs in which W is shorter by the time that BW saves, for lower bounds that hold with and without BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
@@ -238,8 +238,8 @@ class StageCosts:
         """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer.
 
         S computes the forward and the input gradient of the output layer, which have the same number of
-        multiplications. Half of the time of S on all ranks is therefore added to F of the last stage, and half to B of
-        the last stage.
+        multiplications. Half of the time of S on all ranks is added to F of the last stage, and half to B of the last
+        stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -252,7 +252,7 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """Return costs without vocabulary shards, in which W also takes the time of operations on the shards."""
+        """Return costs without vocabulary shards, in which the time of W includes the operations on the shards."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 

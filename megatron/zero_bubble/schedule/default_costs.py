@@ -40,10 +40,11 @@ def default_costs(
 
 
 def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
-    """The given costs with the times of copies to the host and back, computed from the rate of the host link.
+    """Return `costs` with the times of copies to the host and back, computed from the rate of the host link.
 
     Args:
-        costs: costs of the stages. If `memory_d` is above zero on any stage, `memory_d` does not change.
+        costs: costs of the stages. The memory that a copy moves (`memory_d`) is computed only if `memory_d` is zero on
+            all stages.
         rate: memory that the host link copies per unit of time.
         stays: memory of a stage's input for one microbatch. The input of a stage is never copied to the host. By
             default the memory of the input is the fraction `1 - DROPPED` of the memory of F.

@@ -134,7 +134,7 @@ def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
 
 
 def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
-    """The message of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
+    """The send or receive of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
     if kind is None:
         return None
     neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour
@@ -151,7 +151,8 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None if there is none.
+    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective brings an
+    input.
 
     The rank that broadcasts a result needs no collective for its own input, because the rank already has the result.
     """

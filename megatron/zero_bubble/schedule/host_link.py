@@ -1,4 +1,4 @@
-"""Copies of activations between a rank's device and its host: their times, and passes that insert or remove copies."""
+"""Times of copies of activations between device and host, and passes that insert or remove these copies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """Queue the copy, if any, that starts after the operation `op`, which ends at the time `end`."""
+        """If a copy follows the operation `op`, queue the copy at the time `end`, when `op` ends."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
@@ -109,7 +109,7 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, with one offload (D) and reload (H) in every stage, to measure copies.
+    """Remove communication, and insert one offload (D) and one reload (H) in every stage, to measure the copies.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
     backward. The recomputation (R) of the first microbatch is removed.
@@ -136,7 +136,7 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Rank -> peak memory of the rank's offloaded activations on the host, in the unit of the costs.
 
-    A copy takes memory on the host from the end of F until the copy back to the device is queued.
+    Activations take memory on the host from the end of F until their copy back to the device is queued.
     """
     copied, peaks = in_groups(costs, schedule.groups).memory_d, []
     for rank, ops in enumerate(schedule.ops):
@@ -159,5 +159,5 @@ def num_offloaded(schedule: Schedule) -> int:
 
 
 def offloaded_share(schedule: Schedule) -> float:
-    """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
+    """Fraction of all forwards whose activations are copied to the host."""
     return num_offloaded(schedule) / (schedule.num_stages * schedule.num_microbatches)

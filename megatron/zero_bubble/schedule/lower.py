@@ -38,13 +38,13 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
     `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer. If two messages of a channel are
-    consumed in the opposite order of their sends, the receives of the two messages are posted `receive_ahead`
-    computations before the first of the two consumers. On GPUs with one hardware queue (see `streams`), receives that
-    are posted `receive_ahead` computations before their consumers may cause a deadlock or a longer makespan. In case of
-    a deadlock or a longer makespan, `lower` also tries the places of receives that `_between_makers` chooses, which
-    exclude deadlocks. Of the two lowered schedules, `lower` returns the schedule with the shorter makespan on GPUs with
-    one hardware queue. A lowered schedule deadlocks only if the schedule deadlocks even without communication.
+    A receive is posted `receive_ahead` computations before its consumer. If the messages of a channel are consumed in
+    another order than they are sent, some receives are posted even earlier, so that receives have the order of the
+    sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations before
+    their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer, `lower`
+    also tries other places of receives, which exclude deadlocks (see `_between_makers`). `lower` returns the tried
+    schedule with the shortest makespan on GPUs with one hardware queue. A lowered schedule deadlocks only if the
+    schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -186,19 +186,16 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> number, in the serial order, of the computation that makes the previous message of the channel.
-
-    The first message of the channel is mapped to -1.
-    """
+    """Message -> number of the computation that makes the previous message of the channel; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place each receive `receive_ahead` computations before its consumer.
 
-    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If two
-    messages of the channel are consumed in the opposite order of their sends, the receives of the two messages are
-    posted `receive_ahead` computations before the first of the two consumers.
+    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
+    messages of the channel are consumed in another order than they are sent, some receives are posted even earlier, so
+    that receives have the order of the sends.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []

@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
 class PlacedCollective(NamedTuple):
-    """A collective with its place in the order of every rank."""
+    """A collective, and its place among the operations of every rank."""
 
     op: Op
     before: tuple[int, ...]
@@ -37,24 +37,24 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    Collectives are sorted by the places, in the serial order, of their last contributing operations.
+    Collectives are sorted by the position of their last contributing operation in `order`.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before the rank's first computation that is planned to end after the planned start of
     the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
-    flight delays its own next computation. A rank therefore joins a collective after its next computation if the
-    resulting delay of the collective is at most the avoided delay of the computation.
+    flight delays its own next computation. A rank joins a collective after its next computation if the delay of the
+    collective is then at most as long as the delay of the computation would otherwise be.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
-    one at a time, in `order`. Every rank joins a collective before the first operation that needs this collective or a
-    later collective. No rank joins a collective before all ranks have joined the previous collective. Because all ranks
-    join collectives early enough and in the same order, the inputs of a computation and of all earlier launches are
-    complete when the computation starts. Either all ranks join a collective before VALIDATE, or all ranks join the
-    collective after VALIDATE.
+    one at a time, in `order`. Every rank joins a collective before the first operation that needs the result of this
+    collective or of a later collective. No rank joins a collective before all ranks have joined the previous
+    collective. Because all ranks join collectives early enough and in the same order, the inputs of a computation and
+    of all earlier launches are complete when the computation starts. Either all ranks join a collective before
+    VALIDATE, or all ranks join the collective after VALIDATE.
 
     Args:
         schedule: schedule without communication.
-        order: serial order of all computations.
+        order: one order of all ranks' computations (see `SerialOrder`).
         costs: costs of the stages.
 
     Raises:

@@ -45,7 +45,7 @@ def _changes(
     ops: Sequence[Op],
     lengths: Sequence[float],
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`; `by_kind` has the change by kind of operation and stage."""
+    """The change of memory by each operation of `rank`; `by_kind` maps kind and stage to a change of memory."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))

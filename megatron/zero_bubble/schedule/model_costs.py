@@ -55,7 +55,7 @@ NOTHING = UnitCosts(0, 0, 0)
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of a model's units (embedding, layers, output), from which the costs of any stages are computed."""
+    """Costs of a model's units (embedding, layers, output), from which the costs of stages are computed."""
 
     embedding: UnitCosts
     layers: tuple[UnitCosts, ...]
@@ -96,7 +96,7 @@ class ModelCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> ModelCosts:
-        """The costs with the time that a fused backward saves subtracted from W, for lower bounds of any schedule."""
+        """Costs in which W is shorter by the time that a fused backward saves, for lower bounds of any schedule."""
         return self.with_units(replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit)) for unit in self.units)
 
     def saved_by_fusing(self, unit: UnitCosts) -> float:

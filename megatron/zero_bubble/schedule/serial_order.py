@@ -106,5 +106,5 @@ class SerialOrder:
         return simulate(self._schedule, unit_costs(self._schedule.num_stages)).computations
 
     def num_before(self, rank: int, number: int) -> int:
-        """The number of computations of `rank` before the place `number` of the serial order."""
+        """The number of computations of `rank` among the first `number` computations of the serial order."""
         return bisect_left(self.numbers[rank], number)

@@ -2,9 +2,8 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. If the output layer delays
-the backwards by the time that a rank takes for one microbatch, one more microbatch is in flight, and the steady state
-of the schedule does not change.
+stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. A delay of the backwards by
+the time of one microbatch keeps one more microbatch in flight, and does not change the steady state of the schedule.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index in the list of end times -> whether the result is optional and the schedule makes the result."""
+        """Index in the list of end times -> 1 if the result is optional and the schedule makes the result, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):

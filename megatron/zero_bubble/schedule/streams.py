@@ -7,9 +7,9 @@ one message time later. The computation that uses the message waits until the me
 vocabulary shards is simulated as a message in which every rank takes part; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
-With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream then delays
-all later launches of the rank. With one queue, a send or receive that is posted while the previous message of its
-channel is in flight blocks the next computation, even if the message in flight depends on that computation.
+With one queue, the launches of a rank start in order. With one queue, a launch that waits for earlier work of its
+stream delays all later launches of the rank. A send or receive that is posted while the previous message of its channel
+is in flight blocks the next computation of its rank, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """Rank -> operations of the rank with their times; of a pair, only the backward is listed, not the forward."""
+        """Rank -> operations of the rank with their times, without the forwards of pairs."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane

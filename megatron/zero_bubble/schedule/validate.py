@@ -49,13 +49,13 @@ def validate(schedule: Schedule) -> None:
     - A schedule is complete: every stage runs F once for every microbatch, and either BW or both B and W once. A
       forward-only schedule has no backward. With vocabulary shards, every rank also runs the shard operations E, S, T
       and EW once for every microbatch, and the last rank runs L (loss).
-    - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
-      (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
+    - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights (W,
+      BW) in microbatch order, so that sums of gradients do not depend on the schedule, bit for bit.
     - A rank runs an operation after the operations of the same rank that make the inputs of the operation. If a forward
       and a backward run as one operation (a pair), the inputs of the forward and the backward are made before the pair.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
-      The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
-      same order.
+      The sends and the receives from one rank to another have the same order. All ranks run the collectives of
+      vocabulary shards in the same order.
     - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
       backward of a pair.
     - STEP and VALIDATE are in places that `check_post_validation` allows.

@@ -1,4 +1,4 @@
-"""The SVG elements of the drawings."""
+"""Functions that write the elements of an SVG drawing."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has memory costs, unlike the timeline of a measured step without a profile."""
+        """Whether the timeline has memory costs; a measured timeline without a profile has none."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property

@@ -1,4 +1,4 @@
-"""Costs of a model's units (embedding, layers, output) as JSON, written by trainings and read by `zero-bubble plan`."""
+"""JSON with the costs of a model's embedding, layers and output; jobs write this JSON, `zero-bubble plan` reads it."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def interleaved_pairs(
 ) -> Schedule:
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the next backward
-    of the rank run as one pair (see `schedule.pairs`). The forward and the backward of a pair belong to different
-    microbatches or stages.
+    The warmup has one forward more than the warmup of interleaved 1F1B. In the steady state, each forward and the next
+    backward of the rank run as one pair (see `schedule.pairs`). The forward and the backward of a pair belong to
+    different microbatches or stages.
 
     Args:
         num_ranks: number of ranks p.
