@@ -148,10 +148,10 @@ def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
     """Yield (source rank, producing operation, destination rank, consuming operation) of every message."""
     for rank, lane in enumerate(timeline.lanes):
         for timed in lane:
-            for arrival in arrivals(timeline.schedule, rank, timed.op):
-                if not arrival.is_reduced:
-                    source, position = timeline.producers[arrival.node]
-                    yield source, timeline.lanes[source][position], rank, timed
+            for source, node in arrivals(timeline.schedule, rank, timed.op):
+                if not source.is_reduced:
+                    producer, position = timeline.producers[node]
+                    yield producer, timeline.lanes[producer][position], rank, timed
 
 
 class Input(NamedTuple):
@@ -193,10 +193,10 @@ def _limited_by(timeline: Timeline, rank: int, position: int) -> tuple[int, int]
 
 def _arrivals(timeline: Timeline, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
     """Yield (earliest arrival, (rank, position) of the producer) for each result that `op` needs from another rank."""
-    for arrival in arrivals(timeline.schedule, rank, op):
-        source, at = timeline.producers[arrival.node]
-        overlaps = timeline.overlap_communication or arrival.is_reduced
-        yield timeline.lanes[source][at].end + (arrival.time(timeline.costs) if overlaps else 0), (source, at)
+    for source, node in arrivals(timeline.schedule, rank, op):
+        producer, at = timeline.producers[node]
+        overlaps = timeline.overlap_communication or source.is_reduced
+        yield timeline.lanes[producer][at].end + (source.transit(timeline.costs) if overlaps else 0), (producer, at)
 
 
 Steps = list[tuple[float, float]]

@@ -31,11 +31,9 @@ def default_costs(
         vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
             on a shard.
     """
-    chunks = placement.num_chunks
-    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
-    if recompute is not Recompute.NONE:
-        restored = tuple(DROPPED * memory for memory in costs.memory_f)
-        costs = replace(costs, time_r=costs.time_f, memory_r=restored)
+    memory = 1 / placement.num_chunks
+    restored = {} if recompute is Recompute.NONE else {"time_r": 1, "memory_r": DROPPED * memory}
+    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, memory, -memory / 2, -memory / 2, **restored)
     return costs.with_shards(placement, DEFAULT_SHARD) if vocabulary_parallel else costs
 
 

@@ -21,23 +21,6 @@ Node = tuple[OpKind, int, int]
 operations of a kind make."""
 
 
-class Arrival(NamedTuple):
-    """A result that an operation needs from another rank."""
-
-    node: Node
-    edge: int | None
-    """The number s if a message between stages s and s + 1 carries the result; None for a collective."""
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
-        return self.edge is None
-
-    def time(self, costs: StageCosts) -> float:
-        """Time from the end of the operation that makes the result to the arrival of the result."""
-        return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
-
-
 def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
     """The results of the compute operation `op` of `rank`."""
     stage = placement.stage_of(rank, op.chunk)
@@ -55,6 +38,15 @@ class Source(NamedTuple):
     edge: int | None
     """The number s if a message between stages s and s + 1 carries the result; None if a collective carries the result.
     The value of `edge` has no meaning if the same rank makes and uses the result."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
+        return self.edge is None
+
+    def transit(self, costs: StageCosts) -> float:
+        """Time from the end of the operation that makes the result to the arrival of the result."""
+        return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -77,9 +69,9 @@ def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
     return [node for _, node in _needed(schedule, rank, op)]
 
 
-def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
-    """The results that the compute operation `op` of `rank` needs from other ranks."""
-    return [Arrival(node, source.edge) for source, node in _needed(schedule, rank, op) if source.is_remote]
+def arrivals(schedule: Schedule, rank: int, op: Op) -> list[tuple[Source, Node]]:
+    """The results that the compute operation `op` of `rank` needs from other ranks, each with its source."""
+    return [(source, node) for source, node in _needed(schedule, rank, op) if source.is_remote]
 
 
 def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Node]]:
@@ -105,15 +97,9 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
         return [source] if 0 <= source < placement.num_stages else []
     if place is Place.ALL_RANKS:
         return [placement.stage_of(rank) for rank in range(placement.num_ranks)]
-    last = placement.num_stages - 1
-    return [
-        {
-            Place.FIRST_STAGE: 0,
-            Place.LAST_STAGE: last,
-            Place.FIRST_RANK: placement.stage_of(placement.rank_of(0)),
-            Place.LAST_RANK: placement.stage_of(placement.rank_of(last)),
-        }[place]
-    ]
+    source = 0 if place in (Place.FIRST_STAGE, Place.FIRST_RANK) else placement.num_stages - 1
+    is_rank = place in (Place.FIRST_RANK, Place.LAST_RANK)
+    return [placement.stage_of(placement.rank_of(source)) if is_rank else source]
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
@@ -159,7 +145,7 @@ def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
     placement = schedule.placement
     for kind in collective_kinds(schedule):
         collective = COLLECTIVES[kind]
-        if collective.user is op.kind and _is_at(placement, rank, op, collective.users):
+        if collective.user is op.kind and is_at(placement, rank, op, collective.users):
             is_sum = collective.makers is Place.ALL_RANKS
             makers = {placement.rank_of(stage) for stage in _stages_at(placement, 0, collective.makers)}
             return Op(kind, op.microbatch) if is_sum or rank not in makers else None
@@ -172,7 +158,7 @@ def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
         Op(kind, op.microbatch)
         for kind in collective_kinds(schedule)
         if COLLECTIVES[kind].maker in KINDS[op.kind].makes
-        and _is_at(schedule.placement, rank, op, COLLECTIVES[kind].makers)
+        and is_at(schedule.placement, rank, op, COLLECTIVES[kind].makers)
     )
 
 
@@ -188,7 +174,8 @@ def collective_time(costs: StageCosts) -> float:
     return max(costs.latency_collective) or max(costs.time_comm, default=0)
 
 
-def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
+def is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
+    """Whether `op` of `rank` belongs to a stage at `place`."""
     stage = placement.stage_of(rank, op.chunk)
     return stage in _stages_at(placement, stage, place)
 

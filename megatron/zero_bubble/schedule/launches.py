@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -55,10 +57,8 @@ class Streams:
         VALIDATE needs the result of the all-reduce."""
         self.collectives = Stream(num_ranks)
         """The stream of the collectives of vocabulary shards."""
-        self._channels: dict[tuple[int, int], Stream] = {}
-
-    def channel(self, source: int, destination: int) -> Stream:
-        return self._channels.setdefault((source, destination), Stream(2))
+        self.channels: defaultdict[tuple[int, int], Stream] = defaultdict(partial(Stream, 2))
+        """(source rank, destination rank) -> the stream of the messages from source to destination."""
 
 
 class End:
@@ -150,7 +150,7 @@ class Host:
         if message.kind in COLLECTIVES:
             return self._streams.collectives
         peer = self.schedule.placement.peer_of(self.rank, message)
-        return self._streams.channel(*((self.rank, peer) if message.kind in SENDS else (peer, self.rank)))
+        return self._streams.channels[(self.rank, peer) if message.kind in SENDS else (peer, self.rank)]
 
     def _message_time(self, message: Op) -> float:
         if message.kind in COLLECTIVES:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 from operator import add
 
-from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS, StageCosts
+from megatron.zero_bubble.schedule.costs import SHARD_TIMES, StageCosts
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -18,8 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 def unit_costs(num_stages: int) -> StageCosts:
     """Unit costs: F, B, W, E, EW, S and T take 1 each, BW takes 2; messages and other operations take no time."""
-    times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
-    return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
+    return StageCosts.uniform(num_stages, **dict.fromkeys(SHARD_TIMES, 1))
 
 
 class Phases:

@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import SENDS, OpKind
 from megatron.zero_bubble.schedule.launches import Host, Stream, StreamLaunch, Streams
 from megatron.zero_bubble.schedule.pairs import times_in_pairs
-from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, timed_ops
+from megatron.zero_bubble.schedule.timeline import HardwareQueues, Lanes, TimedOp, timed_ops
 
 
 def check_streams(schedule: Schedule) -> None:
@@ -46,9 +46,7 @@ def check_streams(schedule: Schedule) -> None:
         raise
 
 
-def run_on_streams(
-    schedule: Schedule, costs: StageCosts, queues: HardwareQueues
-) -> tuple[tuple[tuple[TimedOp, ...], ...], tuple[tuple[TimedOp, ...], ...]]:
+def run_on_streams(schedule: Schedule, costs: StageCosts, queues: HardwareQueues) -> tuple[Lanes, Lanes]:
     """Simulate a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
     Args:

@@ -36,6 +36,10 @@ class TimedOp(NamedTuple):
     end: float
 
 
+Lanes = tuple[tuple[TimedOp, ...], ...]
+"""Rank -> operations of the rank with their times, in execution order."""
+
+
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
     """The operations with their start and end times. For speed, `map` replaces a loop in Python."""
     return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
@@ -92,11 +96,11 @@ class Timeline:
     costs: StageCosts
     overlap_communication: bool
     """Whether ranks compute while messages are in flight."""
-    lanes: tuple[tuple[TimedOp, ...], ...]
+    lanes: Lanes
     """Rank -> operations of the rank with their times, in execution order. Time starts at 0."""
     hardware_queues: HardwareQueues | None = None
     """Hardware queues of the simulated GPUs; None for a simulation without streams."""
-    copies: tuple[tuple[TimedOp, ...], ...] = ()
+    copies: Lanes = ()
     """Rank -> copies to the host (D) and back (H) on the rank's host link, with their times; empty without offload."""
     lengths: tuple[float, ...] = ()
     """Microbatch -> factor of the times and the memory of `costs`; empty if the factor of every microbatch is 1."""

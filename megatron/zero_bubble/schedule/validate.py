@@ -14,6 +14,7 @@ from megatron.zero_bubble.schedule.graph import (
     collective_kinds,
     exchange_before,
     exchanges_after,
+    is_at,
     other_end,
     per_kind,
     receive_before,
@@ -31,7 +32,6 @@ from megatron.zero_bubble.schedule.kinds import (
     SENDS,
     VOCABULARY,
     OpKind,
-    Place,
 )
 from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -157,16 +157,13 @@ def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
     """The results that `chunk` of `rank` must make for every microbatch."""
-    placement = schedule.placement
-    places = {Place.SAME_STAGE}
-    if schedule.is_vocabulary_parallel and chunk == 0:
-        is_last = rank == placement.rank_of(placement.num_stages - 1)
-        places |= {Place.ALL_RANKS, *[Place.LAST_RANK] * is_last}
-    is_forward_only = schedule.kinds <= FORWARDS | COMMUNICATION
+    first, is_forward_only = Op(OpKind.F, 0, chunk), schedule.kinds <= FORWARDS | COMMUNICATION
     return [
         result
         for result in _IN_ORDER
-        if KINDS[result].runs_on in places and not (is_forward_only and KINDS[result].adds_gradient)
+        if (schedule.is_vocabulary_parallel or result not in VOCABULARY)
+        and is_at(schedule.placement, rank, first, KINDS[result].runs_on)
+        and not (is_forward_only and KINDS[result].adds_gradient)
     ]
 
 
