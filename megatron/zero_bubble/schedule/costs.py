@@ -20,11 +20,10 @@ SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
-BLOCKS = ("num_blocks", "memory_outside")
-"""The fields of `StageCosts` for recomputation in groups of layers."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
-OPTIONAL = ("saved_bw", "time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
+_RECOMPUTATION = ("time_r", "memory_r", "num_blocks", "memory_outside")
+OPTIONAL = ("saved_bw", *_RECOMPUTATION, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
 """The fields of `StageCosts` that are zeros by default, such as the costs of recomputation and of vocabulary shards."""
 
 

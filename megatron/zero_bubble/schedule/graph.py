@@ -181,9 +181,11 @@ def is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
 
 
 def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
-    """Time of `message`, a send or receive of `rank`; 0 if `message` is None."""
+    """Time of `message`, a send, receive or collective of `rank`; 0 if `message` is None."""
     if message is None:
         return 0
+    if message.kind in COLLECTIVES:
+        return collective_time(costs)
     stage = placement.stage_of(rank, message.chunk)
     return costs.time_comm[min(stage, stage + MESSAGES[message.kind].neighbour)]
 

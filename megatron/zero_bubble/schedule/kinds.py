@@ -322,24 +322,12 @@ _ROWS: dict[OpKind, KindFacts] = {
     OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
     OpKind.SEND_BACKWARD: KindFacts(message=Message(True, -1, OpKind.RECV_BACKWARD), pytorch="SEND_B"),
     OpKind.RECV_BACKWARD: KindFacts(message=Message(False, 1, OpKind.SEND_BACKWARD), pytorch="RECV_B"),
-    OpKind.TOKENS: KindFacts(
-        collective=Collective(OpKind.E, Place.FIRST_RANK, OpKind.E, Place.ALL_RANKS),
-    ),
-    OpKind.EMBEDDED: KindFacts(
-        collective=Collective(OpKind.E, Place.ALL_RANKS, OpKind.F, Place.FIRST_STAGE),
-    ),
-    OpKind.HIDDEN: KindFacts(
-        collective=Collective(OpKind.F, Place.LAST_STAGE, OpKind.S, Place.ALL_RANKS),
-    ),
-    OpKind.SOFTMAX: KindFacts(
-        collective=Collective(OpKind.S, Place.ALL_RANKS, OpKind.L, Place.LAST_RANK),
-    ),
-    OpKind.LOSS_GRAD: KindFacts(
-        collective=Collective(OpKind.L, Place.LAST_RANK, OpKind.T, Place.ALL_RANKS),
-    ),
-    OpKind.EMBEDDED_GRAD: KindFacts(
-        collective=Collective(OpKind.B, Place.FIRST_STAGE, OpKind.EW, Place.ALL_RANKS),
-    ),
+    OpKind.TOKENS: KindFacts(collective=Collective(OpKind.E, Place.FIRST_RANK, OpKind.E, Place.ALL_RANKS)),
+    OpKind.EMBEDDED: KindFacts(collective=Collective(OpKind.E, Place.ALL_RANKS, OpKind.F, Place.FIRST_STAGE)),
+    OpKind.HIDDEN: KindFacts(collective=Collective(OpKind.F, Place.LAST_STAGE, OpKind.S, Place.ALL_RANKS)),
+    OpKind.SOFTMAX: KindFacts(collective=Collective(OpKind.S, Place.ALL_RANKS, OpKind.L, Place.LAST_RANK)),
+    OpKind.LOSS_GRAD: KindFacts(collective=Collective(OpKind.L, Place.LAST_RANK, OpKind.T, Place.ALL_RANKS)),
+    OpKind.EMBEDDED_GRAD: KindFacts(collective=Collective(OpKind.B, Place.FIRST_STAGE, OpKind.EW, Place.ALL_RANKS)),
     OpKind.STEP: KindFacts(
         is_per_iteration=True,
         colour="#000000",

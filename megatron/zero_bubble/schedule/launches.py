@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import collective_time, exchange_before, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, COMMUNICATION, RECEIVES, SENDS, OpKind
+from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
@@ -51,11 +51,14 @@ class Stream:
 class Streams:
     """The NCCL streams of all ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.validation = Stream(num_ranks)
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.schedule, self.costs, self.times = schedule, costs, costs.times()
+        self.validation = Stream(schedule.num_ranks)
         """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce of the norm; the next
         VALIDATE needs the result of the all-reduce."""
-        self.collectives = Stream(num_ranks)
+        self.time_of_reduction = collective_time(costs)
+        """Duration of the all-reduce of the global gradient norm."""
+        self.collectives = Stream(schedule.num_ranks)
         """The stream of the collectives of vocabulary shards."""
         self.channels: defaultdict[tuple[int, int], Stream] = defaultdict(partial(Stream, 2))
         """(source rank, destination rank) -> the stream of the messages from source to destination."""
@@ -90,23 +93,16 @@ class StreamLaunch(NamedTuple):
 class Host:
     """The launches that the executor of one rank makes on the compute stream and on NCCL's streams."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        costs: StageCosts,
-        times: Mapping[OpKind, Sequence[float]],
-        rank: int,
-        streams: Streams,
-    ) -> None:
-        self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
-        self._costs, self._times, self._streams = costs, times, streams
+    def __init__(self, streams: Streams, rank: int) -> None:
+        self.schedule, self.rank, self.ops = streams.schedule, rank, streams.schedule.ops[rank]
+        self.streams = streams
+        self.times_in_pairs = times_in_pairs(streams.schedule, streams.costs, rank)
+        """Operation in a forward-backward pair -> time of the operation."""
         self.reduction = End(streams.validation, sends=False)
         """This rank's endpoint of the stream for the reduction of the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
-        self.time_of_reduction = collective_time(costs)
-        """Duration of the reduction of the global gradient norm that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
         """Return the common properties of the launches of operations of one kind and chunk."""
@@ -115,8 +111,9 @@ class Host:
             before = {validate.microbatch: validate.microbatch - 1 for validate in self.ops if validate.kind is kind}
             return StreamLaunch(0, self.reduction, True, before)
         if kind in COMMUNICATION:
-            return StreamLaunch(self._message_time(op), self._end(op), False, self._numbers(op))
-        time = self._times[kind][self.schedule.placement.stage_of(self.rank, chunk)]
+            time = message_time(self.schedule.placement, self.streams.costs, self.rank, op)
+            return StreamLaunch(time, self._end(op), False, self._numbers(op))
+        time = self.streams.times[kind][self.schedule.placement.stage_of(self.rank, chunk)]
         input_message = self._input(op)
         if input_message is None:
             return StreamLaunch(time, None, True, {})
@@ -143,21 +140,13 @@ class Host:
         return self._indices.setdefault((message.kind, message.chunk), {})
 
     def _end(self, message: Op) -> End:
-        stream = self._stream(message)
+        if message.kind in COLLECTIVES:
+            stream = self.streams.collectives
+        else:
+            peer = self.schedule.placement.peer_of(self.rank, message)
+            stream = self.streams.channels[(self.rank, peer) if message.kind in SENDS else (peer, self.rank)]
         return self._ends.setdefault(stream, End(stream, sends=message.kind not in RECEIVES))
-
-    def _stream(self, message: Op) -> Stream:
-        if message.kind in COLLECTIVES:
-            return self._streams.collectives
-        peer = self.schedule.placement.peer_of(self.rank, message)
-        return self._streams.channels[(self.rank, peer) if message.kind in SENDS else (peer, self.rank)]
-
-    def _message_time(self, message: Op) -> float:
-        if message.kind in COLLECTIVES:
-            return collective_time(self._costs)
-        return message_time(self.schedule.placement, self._costs, self.rank, message)
 
     def _input(self, op: Op) -> Op | None:
         """The receive or collective that brings the input of `op`; None if the input is from the same rank."""
-        receive = receive_before(self.schedule.placement, self.rank, op)
-        return exchange_before(self.schedule, self.rank, op) if receive is None else receive
+        return receive_before(self.schedule.placement, self.rank, op) or exchange_before(self.schedule, self.rank, op)

@@ -163,25 +163,18 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
             needed = used[kind, chunk]
             if needed is not None:
                 users.setdefault(needed._replace(microbatch=microbatch), []).append((rank, position))
-    collectives = (_bounds(schedule, order, op, made_at, users.get(op, ())) for op, made_at in makers.items())
-    return sorted(collectives, key=attrgetter("last_maker"))
-
-
-def _bounds(
-    schedule: Schedule,
-    order: SerialOrder,
-    op: Op,
-    made_at: Sequence[tuple[int, int]],
-    used_at: Sequence[tuple[int, int]],
-) -> _Collective:
-    if not made_at:
-        maker = Op(COLLECTIVES[op.kind].maker, op.microbatch)
-        raise schedule.invalid(f"no rank makes {maker}, which {op} carries")
-    last_maker, ready = max((order.numbers[rank][k], order.ends[rank][k]) for rank, k in made_at)
-    next_phase = (number for number in order.first_of_phase if number > last_maker)
-    earliest = [0] * schedule.num_ranks
-    for rank, position in made_at:
-        earliest[rank] = max(earliest[rank], position + 1)
-    users = (order.numbers[rank][position] for rank, position in used_at)
+    collectives = []
     total = sum(map(len, order.numbers))
-    return _Collective(op, last_maker, ready, min([total, *users, *next_phase]), tuple(earliest))
+    for op, made_at in makers.items():
+        if not made_at:
+            maker = Op(COLLECTIVES[op.kind].maker, op.microbatch)
+            raise schedule.invalid(f"no rank makes {maker}, which {op} carries")
+        last_maker, ready = max((order.numbers[rank][k], order.ends[rank][k]) for rank, k in made_at)
+        next_phase = (number for number in order.first_of_phase if number > last_maker)
+        earliest = [0] * schedule.num_ranks
+        for rank, position in made_at:
+            earliest[rank] = max(earliest[rank], position + 1)
+        first_users = (order.numbers[rank][position] for rank, position in users.get(op, ()))
+        deadline = min([total, *first_users, *next_phase])
+        collectives.append(_Collective(op, last_maker, ready, deadline, tuple(earliest)))
+    return sorted(collectives, key=attrgetter("last_maker"))

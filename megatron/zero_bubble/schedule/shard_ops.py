@@ -99,16 +99,13 @@ class _Times:
             for lane in timeline.lanes
         ]
         """Rank -> {operation: planned start}, without operations on shards."""
-        placement, microbatches = self.schedule.placement, range(self.schedule.num_microbatches)
+        placement = self.schedule.placement
         last_stage, first_rank = placement.num_stages - 1, placement.rank_of(0)
         self._last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
-        forwards, last_forwards = self._starts[first_rank], self._starts[self._last_rank]
-        self._embedded = [forwards[Op(OpKind.F, microbatch)] for microbatch in microbatches]
+        self._embedded = self._starts_of(first_rank, OpKind.F)
         """Microbatch -> planned start of the F of the first stage, which needs the embedding."""
-        self._output = [
-            last_forwards[Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
-            for microbatch in microbatches
-        ]
+        last_forwards = self._starts_of(self._last_rank, OpKind.F, last_chunk)
+        self._output = [start + costs.time_f[last_stage] for start in last_forwards]
         """Microbatch -> planned end of the F of the last stage."""
         self._gradient = [start + costs.time_b[0] + costs.time_w[0] for start in self._starts_of(first_rank, OpKind.B)]
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
@@ -139,11 +136,11 @@ class _Times:
             starts[Op(OpKind.EW, microbatch)] = max(weights, gradient + message)
         return starts
 
-    def _starts_of(self, rank: int, result: OpKind) -> list[float]:
-        """Microbatch -> planned start of the operation in chunk 0 of `rank` that makes `result` (the kind B or W)."""
+    def _starts_of(self, rank: int, result: OpKind, chunk: int = 0) -> list[float]:
+        """Microbatch -> planned start of the operation in `chunk` of `rank` that makes `result` (F, B or W)."""
         starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
         return [
-            next(starts[op] for kind in kinds if (op := Op(kind, microbatch)) in starts)
+            next(starts[op] for kind in kinds if (op := Op(kind, microbatch, chunk)) in starts)
             for microbatch in range(self.schedule.num_microbatches)
         ]

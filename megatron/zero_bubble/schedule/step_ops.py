@@ -44,15 +44,14 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
         num_steps: number of iterations.
     """
 
-    def moved(ops: Iterable[Op], step: int) -> Iterable[Op]:
-        for op in ops:
-            if op.kind is OpKind.VALIDATE and step == 0:
-                continue
-            yield op._replace(
-                microbatch=step if op.kind in POST_VALIDATION else op.microbatch + step * schedule.num_microbatches
-            )
+    def moved(op: Op, step: int) -> Op:
+        is_marker = op.kind in POST_VALIDATION
+        return op._replace(microbatch=step if is_marker else op.microbatch + step * schedule.num_microbatches)
 
-    ops = tuple(tuple(op for step in range(num_steps) for op in moved(rank_ops, step)) for rank_ops in schedule.ops)
+    ops = tuple(
+        tuple(moved(op, step) for step in range(num_steps) for op in own if step or op.kind is not OpKind.VALIDATE)
+        for own in schedule.ops
+    )
     return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
 
 

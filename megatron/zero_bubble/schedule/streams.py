@@ -24,7 +24,6 @@ from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import SENDS, OpKind
 from megatron.zero_bubble.schedule.launches import Host, Stream, StreamLaunch, Streams
-from megatron.zero_bubble.schedule.pairs import times_in_pairs
 from megatron.zero_bubble.schedule.timeline import HardwareQueues, Lanes, TimedOp, timed_ops
 
 
@@ -40,9 +39,8 @@ def check_streams(schedule: Schedule) -> None:
     try:
         run_on_streams(schedule, costs, HardwareQueues.ONE)
     except Deadlock:
-        run_on_streams(
-            schedule, costs, HardwareQueues.MANY
-        )  # if many queues deadlock too, their error is raised instead
+        # If the ranks also deadlock with many queues, the error for many queues is raised instead.
+        run_on_streams(schedule, costs, HardwareQueues.MANY)
         raise
 
 
@@ -62,11 +60,9 @@ def run_on_streams(schedule: Schedule, costs: StageCosts, queues: HardwareQueues
         Deadlock: some ranks wait for each other for ever.
         InvalidSchedule: an operation needs a message that its rank has not posted.
     """
-    streams, times = Streams(schedule.num_ranks), costs.times()
-    links = LinkTimes.of_ranks(schedule, costs)
+    streams, links = Streams(schedule, costs), LinkTimes.of_ranks(schedule, costs)
     devices = [
-        _Device(Host(schedule, costs, times, rank, streams), queues, costs, links[rank] if links else None)
-        for rank in range(schedule.num_ranks)
+        _Device(Host(streams, rank), queues, links[rank] if links else None) for rank in range(schedule.num_ranks)
     ]
     runnable = deque(range(len(devices)))
     while runnable:
@@ -103,7 +99,7 @@ def _deadlock(schedule: Schedule, devices: Sequence[_Device], queues: HardwareQu
 class _Device:
     """A simulated GPU: runs the launches of one rank until a launch has to wait."""
 
-    def __init__(self, launches: Host, queues: HardwareQueues, costs: StageCosts, link: LinkTimes | None) -> None:
+    def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
         self._link = link
         self.blocked_by: Stream | None = None
         self._launches = launches
@@ -115,7 +111,7 @@ class _Device:
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
-        self._in_pairs = times_in_pairs(launches.schedule, costs, launches.rank)
+        self._in_pairs = launches.times_in_pairs
         self._position = 0
         """Position of the next launch."""
         self._free: float = 0
@@ -174,7 +170,7 @@ class _Device:
                 self._ends.append(self._free)
                 if kind is not OpKind.STEP:
                     continue
-                end, time = self._launches.reduction, self._launches.time_of_reduction
+                end, time = self._launches.reduction, self._launches.streams.time_of_reduction
             else:
                 assert end is not None, "every message has a stream"
                 if kind not in SENDS:
