@@ -162,8 +162,7 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Arrival time of the result. If communication does not overlap with computation, `arrival` is the end time of the
-    producing operation."""
+    """Arrival time of the result; without overlap of communication, end time of the producing operation."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:

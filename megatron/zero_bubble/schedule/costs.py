@@ -14,8 +14,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest absolute value of a nonzero cost. Sums and ratios of costs within `SMALLEST` and `LARGEST` are
-finite."""
+"""Smallest and largest absolute value of a nonzero cost, so that sums and ratios of costs are finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
@@ -140,13 +139,11 @@ class StageCosts:
         memory_f: float = 1,
         memory_b: float = -0.5,
         memory_w: float = -0.5,
-        time_r: float = 0,
-        memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
         """Return equal costs for all stages; `others` has the values of further fields of `StageCosts`."""
-        times = {"time_f": time_f, "time_b": time_b, "time_w": time_w, "time_r": time_r}
-        memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w, "memory_r": memory_r}
+        times = {"time_f": time_f, "time_b": time_b, "time_w": time_w}
+        memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w}
         every = {name: (cost,) * num_stages for name, cost in {**times, **memory, **others}.items()}
         return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 

@@ -17,8 +17,7 @@ from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Ne
 
 T = TypeVar("T")
 Node = tuple[OpKind, int, int]
-"""The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the results that the
-operations of a kind make."""
+"""The result of an operation (see `KindFacts.makes`): (kind of result, stage, microbatch)."""
 
 
 def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
@@ -36,8 +35,7 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The number s if a message between stages s and s + 1 carries the result; None if a collective carries the result.
-    The value of `edge` has no meaning if the same rank makes and uses the result."""
+    """The number s if the result is sent between stages s and s + 1; None if a collective carries the result."""
 
     @property
     def is_reduced(self) -> bool:

@@ -25,8 +25,7 @@ class LinkTimes:
 
     def __init__(self, schedule: Schedule, costs: StageCosts, rank: int) -> None:
         self.copies: list[TimedOp] = []
-        """Copies to the host (D) and back to the device (H) with their times, in the order in which the link runs the
-        copies."""
+        """Copies to the host (D) and back (H) with their times, in the order in which the link runs the copies."""
         self._times = {
             (kind, chunk): getattr(costs, KINDS[kind].link)[stage]
             for chunk, stage in enumerate(schedule.placement.stages_of(rank))

@@ -152,8 +152,7 @@ class KindFacts:
     collective: Collective | None = None
     """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the field in `saves`, is the time of the operation. Empty for an
-    operation that takes no time."""
+    """The fields of `StageCosts` whose sum, minus the field in `saves`, is the time of the operation."""
     saves: tuple[str, ...] = ()
     """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
@@ -163,13 +162,11 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that leaves a part of its allocation to operations of this kind. For example, if a
-    microbatch has an R (recomputation), F allocates less memory, and R allocates the rest."""
+    """Kind of an earlier operation that leaves a part of its allocation to this kind, as F leaves a part to R."""
     waiting: str = "waiting_for_backward"
     """The field of `Bubble` that counts the time for which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of results of this kind, if a stage must make the results once for each microbatch, in microbatch
-    order; otherwise empty."""
+    """Plural name of the results that a stage must make once for each microbatch, in microbatch order."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation if the operation is the backward of a pair (see `pairs`); None otherwise."""
     runs_on: Place = Place.SAME_STAGE
@@ -177,8 +174,7 @@ class KindFacts:
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether the operation may run long before the first forward of its rank. The span of the rank leaves out the idle
-    time between the operation and the first forward."""
+    """Whether the operation may run long before its rank's first forward; spans leave out the time in between."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""

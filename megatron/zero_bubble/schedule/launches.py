@@ -54,8 +54,7 @@ class Streams:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs, self.times = schedule, costs, costs.times()
         self.validation = Stream(schedule.num_ranks)
-        """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce of the norm; the next
-        VALIDATE needs the result of the all-reduce."""
+        """The stream of the all-reduces of the gradient norm, which STEP starts and the next VALIDATE waits for."""
         self.time_of_reduction = collective_time(costs)
         """Duration of the all-reduce of the global gradient norm."""
         self.collectives = Stream(schedule.num_ranks)
@@ -70,8 +69,7 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the rank posts sends or collectives on the stream. At the end of an iteration, the rank waits for its
-        sends and collectives."""
+        """Whether the rank posts sends or collectives here; an iteration ends when they are complete."""
         self.num_posted = 0
 
 

@@ -108,9 +108,8 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation right before which the receive is posted."""
     turn: int
-    """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
-    order: the number of the computation that makes the previous message of the receive's channel. Receives before
-    the same computation are posted in the order in which the previous messages of their channels are made."""
+    """Number of the computation that makes the previous message of the channel. Receives with the same `before` are
+    posted in the order of `turn`, which is the order in which the previous messages are made."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:

@@ -73,8 +73,7 @@ class ModelCosts:
     time_exchange: float = 0
     """Time by which sending one message and receiving another message delays a rank that computes at the same time."""
     time_collective: float = 0
-    """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes at the
-    same time."""
+    """Time by which a collective, with as much data as a message, delays a rank that computes at the same time."""
     latency_collective: float = 0
     """Time of a collective, measured on a waiting rank while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0

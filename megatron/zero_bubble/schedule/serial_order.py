@@ -62,8 +62,7 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> smallest number, in the serial order, of the VALIDATE operations that end the
-        previous phase."""
+        """Phase (from the second on) -> number of the first VALIDATE that ends the previous phase on a rank."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]

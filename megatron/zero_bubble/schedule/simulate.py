@@ -92,8 +92,7 @@ class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """An operation of microbatch m needs the result whose end time has the index `slot + m` in the list of end
-    times."""
+    """An operation of microbatch m needs the result with index `slot + m` in the list of end times."""
     num_before: int
     """Microbatch of the operation minus microbatch of the needed result, as in `Need.num_before`."""
     is_optional: bool
@@ -108,12 +107,10 @@ class _Step(NamedTuple):
     """Properties of all operations of one kind in one stage."""
 
     time: float
-    """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """The fields `slot` and `transit` of `_Wait` for each needed result. Empty if a needed result is optional, belongs
-    to another microbatch, or arrives in a message that occupies the receiver."""
+    """(slot, transit) of each needed result; empty if `waits` lists the results."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs. Empty if the field `plain_waits` lists all needed results."""
+    """The needed results, if any is optional, from another microbatch, or in a message that occupies the receiver."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float

@@ -65,7 +65,7 @@ def _figures(picture: Drawing) -> str:
 
 def _grid(picture: Drawing) -> Iterator[str]:
     """Yield the vertical grid lines of the curves below the rows of ranks, each with its time."""
-    bottom = picture.curve_top(picture.num_curves - 1) + CURVE_HEIGHT
+    bottom = picture.curve_top(picture.has_memory) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
         yield line(x, picture.lanes_bottom, x, bottom)

@@ -27,8 +27,7 @@ VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
-"""Largest number of digits of an integer. No cost or count needs an integer of more than 60 digits, and every integer
-of 60 digits can be converted to a finite float."""
+"""Largest number of digits of an integer; an integer with at most 60 digits fits in a float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:
