@@ -8,7 +8,7 @@ the time of one microbatch keeps one more microbatch in flight, and does not cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -51,7 +51,7 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     """
     schedule = apart(schedule.without(VOCABULARY))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
-    return [_in_order(_Times(timeline, costs, delay)) for delay in given_delays]
+    return [_Times(timeline, costs, delay).in_order() for delay in given_delays]
 
 
 def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
@@ -80,15 +80,6 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     return min(timelines, key=order).schedule
 
 
-def _in_order(times: _Times) -> Schedule:
-    ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(times.schedule.num_ranks))
-    return replace(times.schedule, ops=tuple(ranks))
-
-
-_Timed = tuple[float, int, int, Op]
-"""(planned start, sort key of operations with the same planned start, microbatch, operation)."""
-
-
 class _Times:
     """The planned start times of all operations."""
 
@@ -110,15 +101,18 @@ class _Times:
         self._gradient = [start + costs.time_b[0] + costs.time_w[0] for start in self._starts_of(first_rank, OpKind.B)]
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
-    def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """Yield the operations of a rank with sort keys.
+    def in_order(self) -> Schedule:
+        """Sort the operations of every rank by planned start.
 
-        Operations are sorted by planned start. At equal planned starts, operations for which other ranks wait come
-        first.
+        At equal planned starts, operations for which other ranks wait come first.
         """
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
-        starts = {**self._starts[rank], **self._of_shard(rank)}
-        return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
+        ranks = []
+        for rank, own in enumerate(self._starts):
+            starts = {**own, **self._of_shard(rank)}
+            timed = sorted((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
+            ranks.append(tuple(op for *_, op in timed))
+        return replace(self.schedule, ops=tuple(ranks))
 
     def _of_shard(self, rank: int) -> dict[Op, float]:
         """Operation on the vocabulary shard of `rank` -> planned start of the operation."""

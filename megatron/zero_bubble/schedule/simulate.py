@@ -108,9 +108,9 @@ class _Step(NamedTuple):
 
     time: float
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of each needed result; empty if `waits` lists the results."""
+    """(slot, transit) of each needed result, if the rank only has to wait for the arrival of the results."""
     waits: tuple[_Wait, ...]
-    """The needed results, if any is optional, from another microbatch, or in a message that occupies the receiver."""
+    """The needed results, if a result is optional, from another microbatch, or in a message that occupies the rank."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float

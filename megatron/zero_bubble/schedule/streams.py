@@ -106,7 +106,7 @@ class _Device:
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
         """(kind, chunk) -> launch of the operations with this kind and chunk."""
         self._ops: Sequence[Op | None] = launches.ops
-        """The operations in order; None: the compute stream waits until all sends and collectives are complete."""
+        """The operations in order; None stands for a wait until all sends and collectives are complete."""
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
