@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
-COSTS = StageCosts.uniform(3, 0.1, 0.1, 0.1, 0, 1, -0.4, -0.6, 0.1, 0.9)
+COSTS = StageCosts.uniform(3, 0.1, 0.1, 0.1, 0, 1, -0.4, -0.6, time_r=0.1, memory_r=0.9)
 
 
 def counted(schedule: Schedule, costs: StageCosts) -> list[float]:

@@ -108,7 +108,7 @@ def test_the_planner_chooses_between_copies_and_recomputation_by_their_times():
 
 
 def test_stages_that_restore_in_groups_copy_where_that_is_faster():
-    costs = StageCosts.uniform(2, 10, 10, 10, 15, 1.0, -0.5, -0.5, 20.0, 0.9)
+    costs = StageCosts.uniform(2, 10, 10, 10, 15, 1.0, -0.5, -0.5, time_r=20.0, memory_r=0.9)
     costs = replace(costs, num_blocks=(2, 2), time_d=(2.5, 2.5), time_h=(2.5, 2.5), memory_d=(0.95, 0.95))
     options = {"costs": costs, "memory_limit": 0.8, "recompute": Recompute.PLANNED}
     restored, copied = (generate("auto", 2, 8, **options, offloads=offloads) for offloads in (False, True))

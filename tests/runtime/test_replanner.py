@@ -461,7 +461,7 @@ def test_while_costs_are_measured_operations_run_alone_and_in_pairs():
 def test_drift_counts_recomputations_and_where_there_are_none_they_drift_as_f_does(
     times, recomputes, time_r, replanned
 ):
-    profile = replace(GIVEN, costs=StageCosts.uniform(1, 1, 1, 1, 0, 100, -50, -50, 1, 90))
+    profile = replace(GIVEN, costs=StageCosts.uniform(1, 1, 1, 1, 0, 100, -50, -50, time_r=1, memory_r=90))
     given = RunSchedules.of(with_recomputation_everywhere(generate("1f1b", 1, 2)))
     plan = given.requesting(recomputes=(Recompute.FULL,))
     run = Run(plan if recomputes else RunSchedules.named("zb-h1", 1), profile=profile, threshold=0.25)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.graph import (
-    Node,
     arrivals,
     dependencies,
     message_time,
-    nodes_of,
     receive_before,
     send_after,
 )
 from megatron.zero_bubble.schedule.host_link import times_of_return
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 
@@ -62,8 +59,7 @@ def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
     lanes = [lane for lane in timeline.lanes if lane]
     start = min((lane[0].start for lane in lanes), default=0)
     end = max((lane[-1].end for lane in lanes), default=0)
-    positions = _positions(timeline)
-    return tuple(_bubble(timeline, positions, rank, start, end) for rank in range(len(timeline.lanes)))
+    return tuple(_bubble(timeline, rank, start, end) for rank in range(len(timeline.lanes)))
 
 
 BUBBLE_WORDS = (
@@ -82,8 +78,8 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    The column for validation is left out without post-validation. The column for copies is left out without offload.
-    The column for streams is left out if the simulation has no hardware queues.
+    Only schedules with post-validation have a column for validation. Only schedules with offload have a column for
+    copies to the host. Only simulations of hardware queues have a column for NCCL's streams.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -96,40 +92,33 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     return {word: tuple(getattr(bubble, name) for bubble in of_ranks) for name, word in words.items()}
 
 
-def _bubble(timeline: Timeline, positions: _Positions, rank: int, start: float, end: float) -> Bubble:
+def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
     if not timeline.lanes[rank]:
         return Bubble(end - start, 0, 0, 0, 0, 0)
     ahead = num_ahead(timeline.lanes[rank])
     embeddings = sum(timed.end - timed.start for timed in timeline.lanes[rank][:ahead])
     lane = timeline.lanes[rank][ahead:]
-    waiting: dict[str, float] = dict.fromkeys((facts.waiting for facts in KINDS.values() if facts.waiting), 0)
-    communication: float = 0
-    streams: float = 0
+    idle: dict[str, float] = dict.fromkeys((field.name for field in fields(Bubble)), 0)
+    idle |= {"warmup": lane[0].start - start - embeddings, "tail": end - lane[-1].end}
     copied_back = times_of_return(timeline, rank)
     for before, timed in pairwise(lane):
         gap = timed.start - before.end
-        busy = 0 if timeline.overlap_communication else _busy_between(timeline, rank, before.op, timed.op)
+        if not timeline.overlap_communication:
+            busy = _busy_between(timeline, rank, before.op, timed.op)
+            idle["communication"] += busy
+            gap -= busy
         if timeline.hardware_queues is not None:
-            arrival = max((time for time, _ in _arrivals(timeline, positions, rank, timed.op)), default=before.end)
+            arrival = max((time for time, _ in _arrivals(timeline, rank, timed.op)), default=before.end)
             queued = gap - min(gap, max(0, arrival - before.end))
-            streams += queued
+            idle["streams"] += queued
             gap -= queued
-        communication += busy
-        if copied_back.get(timed.op) == timed.start:
-            waiting["waiting_for_copy"] += gap - busy
-            continue
-        waiting[KINDS[timed.op.kind].waiting] += gap - busy
-    return Bubble(
-        warmup=lane[0].start - start - embeddings,
-        communication=communication,
-        tail=end - lane[-1].end,
-        streams=streams,
-        **waiting,
-    )
+        is_copied_back = copied_back.get(timed.op) == timed.start
+        idle["waiting_for_copy" if is_copied_back else KINDS[timed.op.kind].waiting] += gap
+    return Bubble(**idle)
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
-    """Time for which sending the result of `before` and receiving the input of `op` occupy the rank."""
+    """Time for which the send after `before` and the receive before `op` occupy the rank."""
     placement, costs = timeline.schedule.placement, timeline.costs
     sending = message_time(placement, costs, rank, send_after(placement, rank, before))
     return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))
@@ -146,25 +135,23 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
     """
-    positions = _positions(timeline)
     last = [(lane[-1].end, -rank) for rank, lane in enumerate(timeline.lanes) if lane]
     path: list[tuple[int, TimedOp]] = []
     at = (-max(last)[1], len(timeline.lanes[-max(last)[1]]) - 1) if last else None
     while at is not None:
         path.append((at[0], timeline.lanes[at[0]][at[1]]))
-        at = _limited_by(timeline, positions, *at)
+        at = _limited_by(timeline, *at)
     return tuple(reversed(path))
 
 
 def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
     """Yield (source rank, producing operation, destination rank, consuming operation) of every message."""
-    positions = _positions(timeline)
     for rank, lane in enumerate(timeline.lanes):
         for timed in lane:
-            for arrival in arrivals(timeline.schedule, rank, timed.op):
-                if not arrival.is_reduced:
-                    source, position = positions[arrival.node]
-                    yield source, timeline.lanes[source][position], rank, timed
+            for source, node in arrivals(timeline.schedule, rank, timed.op):
+                if not source.is_reduced:
+                    producer, position = timeline.producers[node]
+                    yield producer, timeline.lanes[producer][position], rank, timed
 
 
 class Input(NamedTuple):
@@ -175,60 +162,40 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Arrival time of the result. If communication does not overlap with computation, `arrival` is the end time of the
-    producing operation."""
+    """Arrival time of the result; without overlap of communication, end time of the producing operation."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
-    """Return the results that each operation needs, by rank and by position of the operation on the rank."""
-    positions = _positions(timeline)
-    return tuple(
-        tuple(_inputs(timeline, positions, rank, timed.op) for timed in lane)
-        for rank, lane in enumerate(timeline.lanes)
-    )
+    """Rank -> position of an operation on the rank -> results that the operation needs."""
+    return tuple(tuple(_inputs(timeline, rank, timed.op) for timed in lane) for rank, lane in enumerate(timeline.lanes))
 
 
-def _inputs(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> tuple[Input, ...]:
-    places = dict.fromkeys(positions[node] for node in dependencies(timeline.schedule, rank, op))
+def _inputs(timeline: Timeline, rank: int, op: Op) -> tuple[Input, ...]:
+    places = dict.fromkeys(timeline.producers[node] for node in dependencies(timeline.schedule, rank, op))
     times = {at: timeline.lanes[at[0]][at[1]].end for at in places}
-    times.update({at: time for time, at in _arrivals(timeline, positions, rank, op)})
+    times.update({at: time for time, at in _arrivals(timeline, rank, op)})
     return tuple(Input(*at, time) for at, time in times.items())
 
 
-def _limited_by(timeline: Timeline, positions: _Positions, rank: int, position: int) -> tuple[int, int] | None:
-    """Return (rank, position) of the last operation for which the operation at `position` of `rank` waited."""
+def _limited_by(timeline: Timeline, rank: int, position: int) -> tuple[int, int] | None:
+    """(rank, position) of the operation that determines the start of the operation at `position` of `rank`."""
     placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
     candidates: list[tuple[float, tuple[int, int]]] = []
     if position > 0:
         before = timeline.lanes[rank][position - 1]
         sending = 0 if overlap else message_time(placement, costs, rank, send_after(placement, rank, before.op))
         candidates.append((before.end + sending, (rank, position - 1)))
-    candidates += _arrivals(timeline, positions, rank, timeline.lanes[rank][position].op)
+    candidates += _arrivals(timeline, rank, timeline.lanes[rank][position].op)
     latest = max((time for time, _ in candidates), default=0)
     return next((at for time, at in candidates if time == latest), None)
 
 
-def _arrivals(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
+def _arrivals(timeline: Timeline, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
     """Yield (earliest arrival, (rank, position) of the producer) for each result that `op` needs from another rank."""
-    for arrival in arrivals(timeline.schedule, rank, op):
-        source, at = positions[arrival.node]
-        overlaps = timeline.overlap_communication or arrival.is_reduced
-        yield timeline.lanes[source][at].end + (arrival.time(timeline.costs) if overlaps else 0), (source, at)
-
-
-_Positions = dict[Node, tuple[int, int]]
-"""Result -> (rank, position on the rank) of the operation that produces the result."""
-
-
-def _positions(timeline: Timeline) -> _Positions:
-    placement = timeline.schedule.placement
-    positions: _Positions = {}
-    for rank, lane in enumerate(timeline.lanes):
-        in_pairs = forwards_in_pairs(timeline.schedule, rank)
-        for position, timed in enumerate(lane):
-            producer = rank, position + (timed.op in in_pairs)
-            positions.update(dict.fromkeys(nodes_of(placement, rank, timed.op), producer))
-    return positions
+    for source, node in arrivals(timeline.schedule, rank, op):
+        producer, at = timeline.producers[node]
+        overlaps = timeline.overlap_communication or source.is_reduced
+        yield timeline.lanes[producer][at].end + (source.transit(timeline.costs) if overlaps else 0), (producer, at)
 
 
 Steps = list[tuple[float, float]]

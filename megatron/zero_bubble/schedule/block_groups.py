@@ -43,7 +43,7 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """Convert costs whose memory was measured with `groups` to the costs of stages with one group of layers each.
+    """Convert costs that were measured with several groups of layers to the costs of stages with one group each.
 
     For memory and for the times of copies, `with_memory_of_all_groups` is the inverse of the function `in_groups`. The
     times of computations are the same in `costs` and in the result.

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause the collector of reference cycles during a `with` block or a decorated function.
+    """Pause Python's garbage collector during a `with` block or a decorated function.
 
-    The operations of a long schedule are millions of tuples without reference cycles. By visiting all tuples of the
-    schedule again and again, the collector would double the time of lowering.
+    The operations of a long schedule are millions of tuples without reference cycles. The garbage collector would visit
+    all tuples of the schedule again and again, and double the time of lowering.
     """
     was_enabled = gc.isenabled()
     gc.disable()

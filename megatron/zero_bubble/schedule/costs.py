@@ -14,17 +14,15 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest absolute value of a nonzero cost. Sums and ratios of costs within `SMALLEST` and `LARGEST` are
-finite."""
+"""Smallest and largest absolute value of a nonzero cost, so that sums and ratios of costs are finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
-BLOCKS = ("num_blocks", "memory_outside")
-"""The fields of `StageCosts` for recomputation in groups of layers."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
-OPTIONAL = ("saved_bw", "time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
+_RECOMPUTATION = ("time_r", "memory_r", "num_blocks", "memory_outside")
+OPTIONAL = ("saved_bw", *_RECOMPUTATION, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
 """The fields of `StageCosts` that are zeros by default, such as the costs of recomputation and of vocabulary shards."""
 
 
@@ -43,8 +41,8 @@ class StageCosts:
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
     of D and H occupy the host link of the rank, that is, the link between the device and the host.
 
-    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the entry of the first stage of
-    every rank is the cost of the rank's shard, and the entries of all other stages are zeros.
+    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the first stage of a rank has
+    the cost of the rank's shard, and all other stages have zeros.
     """
 
     time_f: tuple[float, ...]
@@ -141,14 +139,12 @@ class StageCosts:
         memory_f: float = 1,
         memory_b: float = -0.5,
         memory_w: float = -0.5,
-        time_r: float = 0,
-        memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
-        """Return costs that are the same on every stage; `others` are values of fields in `OPTIONAL`."""
-        names = ("time_f", "time_b", "time_w", "memory_f", "memory_b", "memory_w", "time_r", "memory_r")
-        costs = (time_f, time_b, time_w, memory_f, memory_b, memory_w, time_r, memory_r)
-        every = {name: (cost,) * num_stages for name, cost in (*zip(names, costs, strict=True), *others.items())}
+        """Return equal costs for all stages; `others` has the values of further fields of `StageCosts`."""
+        times = {"time_f": time_f, "time_b": time_b, "time_w": time_w}
+        memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w}
+        every = {name: (cost,) * num_stages for name, cost in {**times, **memory, **others}.items()}
         return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 
     @property
@@ -160,23 +156,11 @@ class StageCosts:
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
-        return {
-            kind: tuple(map(sub, self._sum(facts.time), getattr(self, facts.saves)))
-            if facts.saves
-            else self._sum(facts.time)
-            for kind, facts in KINDS.items()
-            if facts.message is None
-        }
+        return self._by_kind("time", "saves")
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Return, for each kind of operation except sends and receives, the change of memory on every stage."""
-        return {
-            kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
-            if facts.frees
-            else self._sum(facts.memory)
-            for kind, facts in KINDS.items()
-            if facts.message is None
-        }
+        return self._by_kind("memory", "frees")
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Return the time of a pair, in which a forward computes while a backward exchanges tokens, and vice versa.
@@ -219,7 +203,7 @@ class StageCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:
-        """The costs with the time that BW saves subtracted from W, for lower bounds that hold with and without BW."""
+        """Costs in which W is shorter by the time that BW saves, for lower bounds that hold with and without BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
@@ -250,8 +234,8 @@ class StageCosts:
         """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer.
 
         S computes the forward and the input gradient of the output layer, which have the same number of
-        multiplications. Half of the time of S on all ranks is therefore added to F of the last stage, and half to B of
-        the last stage.
+        multiplications. Half of the time of S on all ranks is added to F of the last stage, and half to B of the last
+        stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -264,7 +248,7 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """Return costs without vocabulary shards, in which W also takes the time of operations on the shards."""
+        """Return costs without vocabulary shards, in which the time of W includes the operations on the shards."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
@@ -310,7 +294,12 @@ class StageCosts:
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
-    def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Stage -> sum of the fields of `StageCosts` in `names`; zeros if `names` is empty."""
-        columns = [getattr(self, name) for name in names]
-        return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
+    def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
+        """Kind of operation -> costs in the field `added` of its row of `KINDS`, minus the costs in `subtracted`."""
+        costs = {}
+        for kind, facts in KINDS.items():
+            if facts.message is None:
+                plus, minus = ([getattr(self, name) for name in getattr(facts, field)] for field in (added, subtracted))
+                total = tuple(map(sum, zip(*plus, strict=True))) if plus else (0,) * self.num_stages
+                costs[kind] = tuple(map(sub, total, *minus)) if minus else total
+        return costs

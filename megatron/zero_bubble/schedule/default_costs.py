@@ -31,19 +31,18 @@ def default_costs(
         vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
             on a shard.
     """
-    chunks = placement.num_chunks
-    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
-    if recompute is not Recompute.NONE:
-        restored = tuple(DROPPED * memory for memory in costs.memory_f)
-        costs = replace(costs, time_r=costs.time_f, memory_r=restored)
+    memory = 1 / placement.num_chunks
+    restored = {} if recompute is Recompute.NONE else {"time_r": 1, "memory_r": DROPPED * memory}
+    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, memory, -memory / 2, -memory / 2, **restored)
     return costs.with_shards(placement, DEFAULT_SHARD) if vocabulary_parallel else costs
 
 
 def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
-    """The given costs with the times of copies to the host and back, computed from the rate of the host link.
+    """Return `costs` with the times of copies to the host and back, computed from the rate of the host link.
 
     Args:
-        costs: costs of the stages. If `memory_d` is above zero on any stage, `memory_d` does not change.
+        costs: costs of the stages. The memory that a copy moves (`memory_d`) is computed only if `memory_d` is zero on
+            all stages.
         rate: memory that the host link copies per unit of time.
         stays: memory of a stage's input for one microbatch. The input of a stage is never copied to the host. By
             default the memory of the input is the fraction `1 - DROPPED` of the memory of F.

@@ -6,34 +6,18 @@ that make and use the results of operations. Results are identified by stage (se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
+T = TypeVar("T")
 Node = tuple[OpKind, int, int]
-"""The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the results that the
-operations of a kind make."""
-
-
-class Arrival(NamedTuple):
-    """A result that an operation needs from another rank."""
-
-    node: Node
-    edge: int | None
-    """The number s if a message between stages s and s + 1 carries the result; None for a collective."""
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
-        return self.edge is None
-
-    def time(self, costs: StageCosts) -> float:
-        """Time from the end of the operation that makes the result to the arrival of the result."""
-        return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
+"""The result of an operation (see `KindFacts.makes`): (kind of result, stage, microbatch)."""
 
 
 def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
@@ -51,8 +35,16 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The number s if a message between stages s and s + 1 carries the result; None if a collective carries the result.
-    The value of `edge` has no meaning if the same rank makes and uses the result."""
+    """The number s if the result is sent between stages s and s + 1; None if a collective carries the result."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
+        return self.edge is None
+
+    def transit(self, costs: StageCosts) -> float:
+        """Time from the end of the operation that makes the result to the arrival of the result."""
+        return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -75,9 +67,9 @@ def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
     return [node for _, node in _needed(schedule, rank, op)]
 
 
-def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
-    """The results that the compute operation `op` of `rank` needs from other ranks."""
-    return [Arrival(node, source.edge) for source, node in _needed(schedule, rank, op) if source.is_remote]
+def arrivals(schedule: Schedule, rank: int, op: Op) -> list[tuple[Source, Node]]:
+    """The results that the compute operation `op` of `rank` needs from other ranks, each with its source."""
+    return [(source, node) for source, node in _needed(schedule, rank, op) if source.is_remote]
 
 
 def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Node]]:
@@ -103,15 +95,9 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
         return [source] if 0 <= source < placement.num_stages else []
     if place is Place.ALL_RANKS:
         return [placement.stage_of(rank) for rank in range(placement.num_ranks)]
-    last = placement.num_stages - 1
-    return [
-        {
-            Place.FIRST_STAGE: 0,
-            Place.LAST_STAGE: last,
-            Place.FIRST_RANK: placement.stage_of(placement.rank_of(0)),
-            Place.LAST_RANK: placement.stage_of(placement.rank_of(last)),
-        }[place]
-    ]
+    source = 0 if place in (Place.FIRST_STAGE, Place.FIRST_RANK) else placement.num_stages - 1
+    is_rank = place in (Place.FIRST_RANK, Place.LAST_RANK)
+    return [placement.stage_of(placement.rank_of(source)) if is_rank else source]
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
@@ -132,7 +118,7 @@ def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
 
 
 def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
-    """The message of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
+    """The send or receive of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
     if kind is None:
         return None
     neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour
@@ -149,14 +135,15 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None if there is none.
+    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective brings an
+    input.
 
     The rank that broadcasts a result needs no collective for its own input, because the rank already has the result.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):
         collective = COLLECTIVES[kind]
-        if collective.user is op.kind and _is_at(placement, rank, op, collective.users):
+        if collective.user is op.kind and is_at(placement, rank, op, collective.users):
             is_sum = collective.makers is Place.ALL_RANKS
             makers = {placement.rank_of(stage) for stage in _stages_at(placement, 0, collective.makers)}
             return Op(kind, op.microbatch) if is_sum or rank not in makers else None
@@ -169,7 +156,7 @@ def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
         Op(kind, op.microbatch)
         for kind in collective_kinds(schedule)
         if COLLECTIVES[kind].maker in KINDS[op.kind].makes
-        and _is_at(schedule.placement, rank, op, COLLECTIVES[kind].makers)
+        and is_at(schedule.placement, rank, op, COLLECTIVES[kind].makers)
     )
 
 
@@ -185,17 +172,25 @@ def collective_time(costs: StageCosts) -> float:
     return max(costs.latency_collective) or max(costs.time_comm, default=0)
 
 
-def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
+def is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
+    """Whether `op` of `rank` belongs to a stage at `place`."""
     stage = placement.stage_of(rank, op.chunk)
     return stage in _stages_at(placement, stage, place)
 
 
 def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
-    """Time of `message`, a send or receive of `rank`; 0 if `message` is None."""
+    """Time of `message`, a send, receive or collective of `rank`; 0 if `message` is None."""
     if message is None:
         return 0
+    if message.kind in COLLECTIVES:
+        return collective_time(costs)
     stage = placement.stage_of(rank, message.chunk)
     return costs.time_comm[min(stage, stage + MESSAGES[message.kind].neighbour)]
+
+
+def per_kind(ops: Sequence[Op], make: Callable[[Op], T]) -> dict[tuple[OpKind, int], T]:
+    """(kind, chunk) of each operation of a rank -> `make(op)` for the operation `op` of microbatch 0."""
+    return {(kind, chunk): make(Op(kind, 0, chunk)) for kind, chunk in set(map(itemgetter(0, 2), ops))}
 
 
 def circle(waits_for: Mapping[int, int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Hierarchical SGD: groups of replicas that average their parameters, and the iterations after which a group averages.
+"""Hierarchical SGD: groups of replicas, and the iterations after which a group averages its parameters.
 
 Each replica takes optimizer steps on its own gradients. Small groups of replicas average their parameters often, and
 large groups seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
@@ -74,8 +74,8 @@ class Hierarchy:
     def group_size_after(self, iteration: int) -> int | None:
         """Size of the largest groups of replicas that average their parameters after `iteration`.
 
-        The number of the first iteration is 1. `group_size_after` returns None if no group averages its parameters
-        after `iteration`.
+        Iterations are numbered from 1. `group_size_after` returns None if no group averages its parameters after
+        `iteration`.
         """
         if not self.is_local(iteration):
             return None

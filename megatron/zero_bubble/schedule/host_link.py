@@ -1,8 +1,7 @@
-"""Copies of activations between a rank's device and its host: their times, and passes that insert or remove copies."""
+"""Times of copies of activations between device and host, and passes that insert or remove these copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.block_groups import in_groups
@@ -24,11 +23,14 @@ class LinkTimes:
     device is queued when the rank reaches H (reload), and the backward waits for the end of the copy back.
     """
 
-    def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
+    def __init__(self, schedule: Schedule, costs: StageCosts, rank: int) -> None:
         self.copies: list[TimedOp] = []
-        """Copies to the host (D) and back to the device (H) with their times, in the order in which the link runs the
-        copies."""
-        self._times = times
+        """Copies to the host (D) and back (H) with their times, in the order in which the link runs the copies."""
+        self._times = {
+            (kind, chunk): getattr(costs, KINDS[kind].link)[stage]
+            for chunk, stage in enumerate(schedule.placement.stages_of(rank))
+            for kind in COPIES
+        }
         self._free: float = 0
         self._offloaded = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
         self._out: dict[_Key, float] = {}
@@ -37,23 +39,9 @@ class LinkTimes:
         """(microbatch, chunk) -> end time of the copy of activations back to the device."""
 
     @classmethod
-    def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
-        """The host links of all ranks, with no copy queued; an empty list if the schedule has no copies.
-
-        Without costs, copies take no time.
-        """
-        if not schedule.offloads:
-            return []
-        links = []
-        for rank in range(schedule.num_ranks):
-            stages = enumerate(schedule.placement.stages_of(rank))
-            times = {
-                (kind, chunk): 0 if costs is None else getattr(costs, KINDS[kind].link)[stage]
-                for chunk, stage in stages
-                for kind in COPIES
-            }
-            links.append(cls(schedule, times, rank))
-        return links
+    def of_ranks(cls, schedule: Schedule, costs: StageCosts) -> list[LinkTimes]:
+        """The host links of all ranks, with no copy queued; an empty list if the schedule has no copies."""
+        return [cls(schedule, costs, rank) for rank in range(schedule.num_ranks)] if schedule.offloads else []
 
     def start_of(self, op: Op, start: float) -> float:
         """The start time of an operation: `start`, or later if the operation has to wait for a copy."""
@@ -65,7 +53,7 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """Queue the copy, if any, that starts after the operation `op`, which ends at the time `end`."""
+        """If a copy follows the operation `op`, queue the copy at the time `end`, when `op` ends."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
@@ -120,7 +108,7 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, with one offload (D) and reload (H) in every stage, to measure copies.
+    """Remove communication, and insert one offload (D) and one reload (H) in every stage, to measure the copies.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
     backward. The recomputation (R) of the first microbatch is removed.
@@ -147,23 +135,21 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Rank -> peak memory of the rank's offloaded activations on the host, in the unit of the costs.
 
-    A copy takes memory on the host from the end of F until the copy back to the device is queued.
+    Activations take memory on the host from the end of F until their copy back to the device is queued.
     """
-    return tuple(_host_memory(schedule, costs, rank) for rank in range(schedule.num_ranks))
-
-
-def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
-    ops, copied = schedule.op_sets[rank], in_groups(costs, schedule.groups).memory_d
-    sizes = [copied[stage] for stage in schedule.placement.stages_of(rank)]
-    memory: float = 0
-    peak: float = 0
-    for op in schedule.ops[rank]:
-        if op.kind is OpKind.F and op._replace(kind=OpKind.D) in ops:
-            memory += sizes[op.chunk]
-            peak = max(peak, memory)
-        elif op.kind is OpKind.H:
-            memory -= sizes[op.chunk]
-    return peak
+    copied, peaks = in_groups(costs, schedule.groups).memory_d, []
+    for rank, ops in enumerate(schedule.ops):
+        sizes = [copied[stage] for stage in schedule.placement.stages_of(rank)]
+        memory: float = 0
+        peak: float = 0
+        for op in ops:
+            if op.kind is OpKind.F and op._replace(kind=OpKind.D) in schedule.op_sets[rank]:
+                memory += sizes[op.chunk]
+                peak = max(peak, memory)
+            elif op.kind is OpKind.H:
+                memory -= sizes[op.chunk]
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def num_offloaded(schedule: Schedule) -> int:
@@ -172,5 +158,5 @@ def num_offloaded(schedule: Schedule) -> int:
 
 
 def offloaded_share(schedule: Schedule) -> float:
-    """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
+    """Fraction of all forwards whose activations are copied to the host."""
     return num_offloaded(schedule) / (schedule.num_stages * schedule.num_microbatches)

@@ -27,11 +27,9 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages. The number of stages is limited because the time to compute lower bounds grows with the
-square of the number of stages."""
+"""Largest number of stages; the time to compute lower bounds grows with the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest total number of F, B and W in a schedule. Planning a schedule with the largest number of operations takes
-about a minute and some gigabytes of memory."""
+"""Largest number of F, B and W in a schedule; planning so many takes a minute and some gigabytes of memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""

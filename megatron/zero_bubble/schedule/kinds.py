@@ -139,7 +139,8 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results of the operation. For example, BW makes two results: the result of a B and the result of a W."""
+    """The results of the operation; by default, a computation makes one result of its own kind. BW makes two results:
+    the result of a B and the result of a W."""
     needs: tuple[Need, ...] = ()
     """The results that the operation needs at its start."""
     receives: OpKind | None = None
@@ -151,24 +152,21 @@ class KindFacts:
     collective: Collective | None = None
     """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the field that `saves` names, is the time of the operation. Empty for
-    an operation that takes no time."""
-    saves: str = ""
+    """The fields of `StageCosts` whose sum, minus the field in `saves`, is the time of the operation."""
+    saves: tuple[str, ...] = ()
     """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the sum of the fields in `frees`, is the change of memory."""
+    """The fields of `StageCosts` whose sum, minus the field in `frees`, is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the memory that the operation releases."""
+    """The field of `StageCosts` with the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that leaves a part of its allocation to operations of this kind. For example, if a
-    microbatch has an R (recomputation), F allocates less memory, and R allocates the rest."""
-    waiting: str = ""
+    """Kind of an earlier operation that leaves a part of its allocation to this kind, as F leaves a part to R."""
+    waiting: str = "waiting_for_backward"
     """The field of `Bubble` that counts the time for which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of results of this kind, if a stage must make the results once for each microbatch, in microbatch
-    order; otherwise empty."""
+    """Plural name of the results that a stage must make once for each microbatch, in microbatch order."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation if the operation is the backward of a pair (see `pairs`); None otherwise."""
     runs_on: Place = Place.SAME_STAGE
@@ -176,8 +174,7 @@ class KindFacts:
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether the operation may run long before the first forward of its rank. The span of the rank leaves out the idle
-    time between the operation and the first forward."""
+    """Whether the operation may run long before its rank's first forward; spans leave out the time in between."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""
@@ -188,7 +185,8 @@ class KindFacts:
     """Letters in the CSV of torch.distributed.pipelining; empty if that CSV has no letters for the kind."""
 
 
-_BACKWARD = KindFacts(
+_B = KindFacts(
+    makes=(OpKind.B,),
     needs=(
         Need(OpKind.F, Place.SAME_STAGE),
         Need(OpKind.R, Place.SAME_STAGE, is_optional=True),
@@ -198,202 +196,152 @@ _BACKWARD = KindFacts(
     ),
     receives=OpKind.RECV_BACKWARD,
     sends=OpKind.SEND_BACKWARD,
+    time=("time_b",),
+    memory=("memory_b",),
     adds_gradient=True,
-    waiting="waiting_for_backward",
+    colour="#e69f00",
+    pytorch="I",
 )
-"""Properties shared by all operations that compute the gradient of a stage's input."""
+"""Properties shared by B alone and B in a pair."""
+_BW = replace(
+    _B,
+    makes=(OpKind.B, OpKind.W),
+    time=("time_b", "time_w"),
+    saves=("saved_bw",),
+    memory=("memory_b", "memory_w"),
+    colour="#cc79a7",
+    pytorch="B",
+)
+"""Properties shared by BW alone and BW in a pair."""
 
+_ROWS: dict[OpKind, KindFacts] = {
+    OpKind.F: KindFacts(
+        needs=(
+            Need(OpKind.F, Place.STAGE_BEFORE),
+            Need(OpKind.E, Place.ALL_RANKS, is_optional=True, only_at=Place.FIRST_STAGE),
+        ),
+        receives=OpKind.RECV_FORWARD,
+        sends=OpKind.SEND_FORWARD,
+        time=("time_f",),
+        memory=("memory_f",),
+        waiting="waiting_for_forward",
+        in_order="forwards",
+        colour="#56b4e9",
+        meaning="F forward",
+        pytorch="F",
+    ),
+    OpKind.B: replace(_B, in_order="gradients of inputs", meaning="B input gradient"),
+    OpKind.W: KindFacts(
+        needs=(Need(OpKind.B, Place.SAME_STAGE),),
+        time=("time_w",),
+        memory=("memory_w",),
+        in_order="gradients of weights",
+        adds_gradient=True,
+        colour="#009e73",
+        meaning="W weight gradient",
+        pytorch="W",
+    ),
+    OpKind.BW: replace(_BW, meaning="BW both gradients"),
+    OpKind.PB: replace(_B, pairs_with=OpKind.F, meaning="&B in a pair with F"),
+    OpKind.PBW: replace(_BW, pairs_with=OpKind.F, meaning="&BW in a pair with F"),
+    OpKind.R: KindFacts(
+        needs=(Need(OpKind.F, Place.SAME_STAGE),),
+        time=("time_r",),
+        memory=("memory_r",),
+        undoes_memory_of=OpKind.F,
+        colour="#f0e442",
+        meaning="R recomputation",
+    ),
+    OpKind.D: KindFacts(
+        needs=(Need(OpKind.F, Place.SAME_STAGE),),
+        frees=("memory_d",),
+        link="time_d",
+        waiting="waiting_for_copy",
+        colour="#77ffaa",
+        meaning="D copy to the host",
+    ),
+    OpKind.H: KindFacts(
+        needs=(Need(OpKind.D, Place.SAME_STAGE),),
+        memory=("memory_d",),
+        link="time_h",
+        waiting="waiting_for_copy",
+        colour="#aaddff",
+        meaning="H copy from the host",
+    ),
+    OpKind.E: KindFacts(
+        needs=(Need(OpKind.E, Place.FIRST_RANK),),
+        time=("time_e",),
+        waiting="waiting_for_forward",
+        in_order="embeddings",
+        runs_on=Place.ALL_RANKS,
+        runs_ahead=True,
+        colour="#cccccc",
+        meaning="E embedding",
+    ),
+    OpKind.EW: KindFacts(
+        needs=(Need(OpKind.B, Place.FIRST_STAGE),),
+        time=("time_ew",),
+        in_order="gradients of the embedding",
+        runs_on=Place.ALL_RANKS,
+        adds_gradient=True,
+        colour="#666666",
+        meaning="EW embedding weight gradient",
+    ),
+    OpKind.S: KindFacts(
+        needs=(Need(OpKind.F, Place.LAST_STAGE),),
+        time=("time_s",),
+        memory=("memory_s",),
+        waiting="waiting_for_forward",
+        in_order="softmaxes",
+        runs_on=Place.ALL_RANKS,
+        colour="#0072b2",
+        meaning="S output layer's softmax",
+    ),
+    OpKind.L: KindFacts(
+        needs=(Need(OpKind.S, Place.ALL_RANKS),),
+        in_order="losses",
+        runs_on=Place.LAST_RANK,
+        colour="#aa00dd",
+        meaning="L loss",
+    ),
+    OpKind.T: KindFacts(
+        needs=(Need(OpKind.S, Place.SAME_STAGE), Need(OpKind.L, Place.LAST_RANK)),
+        time=("time_t",),
+        memory=("memory_t",),
+        in_order="gradients of the output layer",
+        runs_on=Place.ALL_RANKS,
+        adds_gradient=True,
+        colour="#6666ff",
+        meaning="T output layer's weight gradient",
+    ),
+    OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
+    OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
+    OpKind.SEND_BACKWARD: KindFacts(message=Message(True, -1, OpKind.RECV_BACKWARD), pytorch="SEND_B"),
+    OpKind.RECV_BACKWARD: KindFacts(message=Message(False, 1, OpKind.SEND_BACKWARD), pytorch="RECV_B"),
+    OpKind.TOKENS: KindFacts(collective=Collective(OpKind.E, Place.FIRST_RANK, OpKind.E, Place.ALL_RANKS)),
+    OpKind.EMBEDDED: KindFacts(collective=Collective(OpKind.E, Place.ALL_RANKS, OpKind.F, Place.FIRST_STAGE)),
+    OpKind.HIDDEN: KindFacts(collective=Collective(OpKind.F, Place.LAST_STAGE, OpKind.S, Place.ALL_RANKS)),
+    OpKind.SOFTMAX: KindFacts(collective=Collective(OpKind.S, Place.ALL_RANKS, OpKind.L, Place.LAST_RANK)),
+    OpKind.LOSS_GRAD: KindFacts(collective=Collective(OpKind.L, Place.LAST_RANK, OpKind.T, Place.ALL_RANKS)),
+    OpKind.EMBEDDED_GRAD: KindFacts(collective=Collective(OpKind.B, Place.FIRST_STAGE, OpKind.EW, Place.ALL_RANKS)),
+    OpKind.STEP: KindFacts(
+        is_per_iteration=True,
+        colour="#000000",
+        meaning="STEP optimizer",
+    ),
+    OpKind.VALIDATE: KindFacts(
+        needs=(Need(OpKind.STEP, Place.ALL_RANKS, num_before=1),),
+        waiting="waiting_for_validation",
+        runs_ahead=True,
+        is_per_iteration=True,
+        colour="#d55e00",
+        meaning="VALIDATE step confirmed or amended",
+    ),
+}
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
-        OpKind.F: KindFacts(
-            makes=(OpKind.F,),
-            needs=(
-                Need(OpKind.F, Place.STAGE_BEFORE),
-                Need(OpKind.E, Place.ALL_RANKS, is_optional=True, only_at=Place.FIRST_STAGE),
-            ),
-            receives=OpKind.RECV_FORWARD,
-            sends=OpKind.SEND_FORWARD,
-            time=("time_f",),
-            memory=("memory_f",),
-            waiting="waiting_for_forward",
-            in_order="forwards",
-            colour="#56b4e9",
-            meaning="F forward",
-            pytorch="F",
-        ),
-        OpKind.B: replace(
-            _BACKWARD,
-            makes=(OpKind.B,),
-            time=("time_b",),
-            memory=("memory_b",),
-            in_order="gradients of inputs",
-            colour="#e69f00",
-            meaning="B input gradient",
-            pytorch="I",
-        ),
-        OpKind.W: KindFacts(
-            makes=(OpKind.W,),
-            needs=(Need(OpKind.B, Place.SAME_STAGE),),
-            time=("time_w",),
-            memory=("memory_w",),
-            waiting="waiting_for_backward",
-            in_order="gradients of weights",
-            adds_gradient=True,
-            colour="#009e73",
-            meaning="W weight gradient",
-            pytorch="W",
-        ),
-        OpKind.BW: replace(
-            _BACKWARD,
-            makes=(OpKind.B, OpKind.W),
-            time=("time_b", "time_w"),
-            saves="saved_bw",
-            memory=("memory_b", "memory_w"),
-            colour="#cc79a7",
-            meaning="BW both gradients",
-            pytorch="B",
-        ),
-        OpKind.PB: replace(
-            _BACKWARD,
-            makes=(OpKind.B,),
-            time=("time_b",),
-            memory=("memory_b",),
-            pairs_with=OpKind.F,
-            colour="#e69f00",
-            meaning="&B in a pair with F",
-            pytorch="I",
-        ),
-        OpKind.PBW: replace(
-            _BACKWARD,
-            makes=(OpKind.B, OpKind.W),
-            time=("time_b", "time_w"),
-            saves="saved_bw",
-            memory=("memory_b", "memory_w"),
-            pairs_with=OpKind.F,
-            colour="#cc79a7",
-            meaning="&BW in a pair with F",
-            pytorch="B",
-        ),
-        OpKind.R: KindFacts(
-            makes=(OpKind.R,),
-            needs=(Need(OpKind.F, Place.SAME_STAGE),),
-            time=("time_r",),
-            memory=("memory_r",),
-            waiting="waiting_for_backward",
-            undoes_memory_of=OpKind.F,
-            colour="#f0e442",
-            meaning="R recomputation",
-        ),
-        OpKind.D: KindFacts(
-            makes=(OpKind.D,),
-            needs=(Need(OpKind.F, Place.SAME_STAGE),),
-            frees=("memory_d",),
-            link="time_d",
-            waiting="waiting_for_copy",
-            colour="#77ffaa",
-            meaning="D copy to the host",
-        ),
-        OpKind.H: KindFacts(
-            makes=(OpKind.H,),
-            needs=(Need(OpKind.D, Place.SAME_STAGE),),
-            memory=("memory_d",),
-            link="time_h",
-            waiting="waiting_for_copy",
-            colour="#aaddff",
-            meaning="H copy from the host",
-        ),
-        OpKind.E: KindFacts(
-            makes=(OpKind.E,),
-            needs=(Need(OpKind.E, Place.FIRST_RANK),),
-            time=("time_e",),
-            waiting="waiting_for_forward",
-            in_order="embeddings",
-            runs_on=Place.ALL_RANKS,
-            runs_ahead=True,
-            colour="#cccccc",
-            meaning="E embedding",
-        ),
-        OpKind.EW: KindFacts(
-            makes=(OpKind.EW,),
-            needs=(Need(OpKind.B, Place.FIRST_STAGE),),
-            time=("time_ew",),
-            waiting="waiting_for_backward",
-            in_order="gradients of the embedding",
-            runs_on=Place.ALL_RANKS,
-            adds_gradient=True,
-            colour="#666666",
-            meaning="EW embedding weight gradient",
-        ),
-        OpKind.S: KindFacts(
-            makes=(OpKind.S,),
-            needs=(Need(OpKind.F, Place.LAST_STAGE),),
-            time=("time_s",),
-            memory=("memory_s",),
-            waiting="waiting_for_forward",
-            in_order="softmaxes",
-            runs_on=Place.ALL_RANKS,
-            colour="#0072b2",
-            meaning="S output layer's softmax",
-        ),
-        OpKind.L: KindFacts(
-            makes=(OpKind.L,),
-            needs=(Need(OpKind.S, Place.ALL_RANKS),),
-            waiting="waiting_for_backward",
-            in_order="losses",
-            runs_on=Place.LAST_RANK,
-            colour="#aa00dd",
-            meaning="L loss",
-        ),
-        OpKind.T: KindFacts(
-            makes=(OpKind.T,),
-            needs=(Need(OpKind.S, Place.SAME_STAGE), Need(OpKind.L, Place.LAST_RANK)),
-            time=("time_t",),
-            memory=("memory_t",),
-            waiting="waiting_for_backward",
-            in_order="gradients of the output layer",
-            runs_on=Place.ALL_RANKS,
-            adds_gradient=True,
-            colour="#6666ff",
-            meaning="T output layer's weight gradient",
-        ),
-        OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
-        OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
-        OpKind.SEND_BACKWARD: KindFacts(message=Message(True, -1, OpKind.RECV_BACKWARD), pytorch="SEND_B"),
-        OpKind.RECV_BACKWARD: KindFacts(message=Message(False, 1, OpKind.SEND_BACKWARD), pytorch="RECV_B"),
-        OpKind.TOKENS: KindFacts(
-            collective=Collective(OpKind.E, Place.FIRST_RANK, OpKind.E, Place.ALL_RANKS),
-        ),
-        OpKind.EMBEDDED: KindFacts(
-            collective=Collective(OpKind.E, Place.ALL_RANKS, OpKind.F, Place.FIRST_STAGE),
-        ),
-        OpKind.HIDDEN: KindFacts(
-            collective=Collective(OpKind.F, Place.LAST_STAGE, OpKind.S, Place.ALL_RANKS),
-        ),
-        OpKind.SOFTMAX: KindFacts(
-            collective=Collective(OpKind.S, Place.ALL_RANKS, OpKind.L, Place.LAST_RANK),
-        ),
-        OpKind.LOSS_GRAD: KindFacts(
-            collective=Collective(OpKind.L, Place.LAST_RANK, OpKind.T, Place.ALL_RANKS),
-        ),
-        OpKind.EMBEDDED_GRAD: KindFacts(
-            collective=Collective(OpKind.B, Place.FIRST_STAGE, OpKind.EW, Place.ALL_RANKS),
-        ),
-        OpKind.STEP: KindFacts(
-            makes=(OpKind.STEP,),
-            waiting="waiting_for_backward",
-            is_per_iteration=True,
-            colour="#000000",
-            meaning="STEP optimizer",
-        ),
-        OpKind.VALIDATE: KindFacts(
-            makes=(OpKind.VALIDATE,),
-            needs=(Need(OpKind.STEP, Place.ALL_RANKS, num_before=1),),
-            waiting="waiting_for_validation",
-            runs_ahead=True,
-            is_per_iteration=True,
-            colour="#d55e00",
-            meaning="VALIDATE step confirmed or amended",
-        ),
+        kind: facts if facts.makes or facts.message or facts.collective else replace(facts, makes=(kind,))
+        for kind, facts in _ROWS.items()
     }
 )
 """Kind of operation -> properties of the kind."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -49,16 +51,16 @@ class Stream:
 class Streams:
     """The NCCL streams of all ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.validation = Stream(num_ranks)
-        """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce of the norm; the next
-        VALIDATE needs the result of the all-reduce."""
-        self.collectives = Stream(num_ranks)
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.schedule, self.costs, self.times = schedule, costs, costs.times()
+        self.validation = Stream(schedule.num_ranks)
+        """The stream of the all-reduces of the gradient norm, which STEP starts and the next VALIDATE waits for."""
+        self.time_of_reduction = collective_time(costs)
+        """Duration of the all-reduce of the global gradient norm."""
+        self.collectives = Stream(schedule.num_ranks)
         """The stream of the collectives of vocabulary shards."""
-        self._channels: dict[tuple[int, int], Stream] = {}
-
-    def channel(self, source: int, destination: int) -> Stream:
-        return self._channels.setdefault((source, destination), Stream(2))
+        self.channels: defaultdict[tuple[int, int], Stream] = defaultdict(partial(Stream, 2))
+        """(source rank, destination rank) -> the stream of the messages from source to destination."""
 
 
 class End:
@@ -67,8 +69,7 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the rank posts sends or collectives on the stream. At the end of an iteration, the rank waits for its
-        sends and collectives."""
+        """Whether the rank posts sends or collectives here; an iteration ends when they are complete."""
         self.num_posted = 0
 
 
@@ -90,37 +91,31 @@ class StreamLaunch(NamedTuple):
 class Host:
     """The launches that the executor of one rank makes on the compute stream and on NCCL's streams."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: Streams) -> None:
-        self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
-        self._costs, self._streams = costs, streams
+    def __init__(self, streams: Streams, rank: int) -> None:
+        self.schedule, self.rank, self.ops = streams.schedule, rank, streams.schedule.ops[rank]
+        self.streams = streams
+        self.times_in_pairs = times_in_pairs(streams.schedule, streams.costs, rank)
+        """Operation in a forward-backward pair -> time of the operation."""
         self.reduction = End(streams.validation, sends=False)
         """This rank's endpoint of the stream for the reduction of the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
-        self.time_of_reduction = collective_time(costs) if costs is not None else 0
-        """Duration of the reduction of the global gradient norm that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
         """Return the common properties of the launches of operations of one kind and chunk."""
         op = Op(kind, 0, chunk)
-        if kind is OpKind.STEP:
-            return StreamLaunch(0, None, True, {})
         if kind is OpKind.VALIDATE:
             before = {validate.microbatch: validate.microbatch - 1 for validate in self.ops if validate.kind is kind}
             return StreamLaunch(0, self.reduction, True, before)
         if kind in COMMUNICATION:
-            return StreamLaunch(self._message_time(op), self._end(op), False, self._numbers(op))
+            time = message_time(self.schedule.placement, self.streams.costs, self.rank, op)
+            return StreamLaunch(time, self._end(op), False, self._numbers(op))
+        time = self.streams.times[kind][self.schedule.placement.stage_of(self.rank, chunk)]
         input_message = self._input(op)
         if input_message is None:
-            return StreamLaunch(self._compute_time(op), None, True, {})
-        return StreamLaunch(self._compute_time(op), self._end(input_message), True, self._numbers(input_message))
-
-    def times_in_pairs(self) -> dict[Op, float]:
-        """Operation in a forward-backward pair -> time of the operation; empty without costs."""
-        if self._costs is None:
-            return {}
-        return times_in_pairs(self.schedule, self._costs, self.rank)
+            return StreamLaunch(time, None, True, {})
+        return StreamLaunch(time, self._end(input_message), True, self._numbers(input_message))
 
     def sending(self) -> list[End]:
         """Return this rank's endpoints of the streams on which the rank has posted sends or collectives.
@@ -143,28 +138,13 @@ class Host:
         return self._indices.setdefault((message.kind, message.chunk), {})
 
     def _end(self, message: Op) -> End:
-        stream = self._stream(message)
+        if message.kind in COLLECTIVES:
+            stream = self.streams.collectives
+        else:
+            peer = self.schedule.placement.peer_of(self.rank, message)
+            stream = self.streams.channels[(self.rank, peer) if message.kind in SENDS else (peer, self.rank)]
         return self._ends.setdefault(stream, End(stream, sends=message.kind not in RECEIVES))
-
-    def _stream(self, message: Op) -> Stream:
-        if message.kind in COLLECTIVES:
-            return self._streams.collectives
-        peer = self.schedule.placement.peer_of(self.rank, message)
-        return self._streams.channel(*((self.rank, peer) if message.kind in SENDS else (peer, self.rank)))
-
-    def _message_time(self, message: Op) -> float:
-        if self._costs is None:
-            return 0
-        if message.kind in COLLECTIVES:
-            return collective_time(self._costs)
-        return message_time(self.schedule.placement, self._costs, self.rank, message)
 
     def _input(self, op: Op) -> Op | None:
         """The receive or collective that brings the input of `op`; None if the input is from the same rank."""
-        receive = receive_before(self.schedule.placement, self.rank, op)
-        return exchange_before(self.schedule, self.rank, op) if receive is None else receive
-
-    def _compute_time(self, op: Op) -> float:
-        if self._costs is None:
-            return 0
-        return self._costs.times()[op.kind][self.schedule.placement.stage_of(self.rank, op.chunk)]
+        return receive_before(self.schedule.placement, self.rank, op) or exchange_before(self.schedule, self.rank, op)

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -13,9 +14,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
-from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
+from megatron.zero_bubble.schedule.graph import message_time, other_end, per_kind, receive_before, send_after
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower_collectives import PlacedCollective, place_collectives
 from megatron.zero_bubble.schedule.pairs import computations, numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder, unit_costs
@@ -38,13 +38,13 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
     `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer. If two messages of a channel are
-    consumed in the opposite order of their sends, the receives of the two messages are posted `receive_ahead`
-    computations before the first of the two consumers. On GPUs with one hardware queue (see `streams`), receives that
-    are posted `receive_ahead` computations before their consumers may cause a deadlock or a longer makespan. In case of
-    a deadlock or a longer makespan, `lower` also tries the places of receives that `_between_makers` chooses, which
-    exclude deadlocks. Of the two lowered schedules, `lower` returns the schedule with the shorter makespan on GPUs with
-    one hardware queue. A lowered schedule deadlocks only if the schedule deadlocks even without communication.
+    A receive is posted `receive_ahead` computations before its consumer. If the messages of a channel are consumed in
+    another order than they are sent, some receives are posted even earlier, so that receives have the order of the
+    sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations before
+    their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer, `lower`
+    also tries other places of receives, which exclude deadlocks (see `_between_makers`). `lower` returns the tried
+    schedule with the shortest makespan on GPUs with one hardware queue. A lowered schedule deadlocks only if the
+    schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -108,72 +108,49 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation right before which the receive is posted."""
     turn: int
-    """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
-    order: the number of the computation that makes the previous message of the receive's channel. Receives before
-    the same computation are posted in the order in which the previous messages of their channels are made."""
+    """Number of the computation that makes the previous message of the channel. Receives with the same `before` are
+    posted in the order of `turn`, which is the order in which the previous messages are made."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
     placement = schedule.placement
     consumers: list[dict[Op, int]] = [{} for _ in schedule.ops]
     for rank, ops in enumerate(schedule.ops):
-        receives: dict[tuple[OpKind, int], Op | None] = {}
-        for position, op in numbered(ops):
-            kind, microbatch, chunk = op
-            if (kind, chunk) not in receives:
-                receives[kind, chunk] = receive_before(placement, rank, op)
+        receives = per_kind(ops, partial(receive_before, placement, rank))
+        for position, (kind, microbatch, chunk) in numbered(ops):
             receive = receives[kind, chunk]
             if receive is not None:
-                consumers[rank][Op(receive.kind, microbatch, receive.chunk)] = position
+                consumers[rank][Op(receive.kind, microbatch, chunk)] = position
     messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for source, ops in enumerate(schedule.ops):
-        routes: dict[tuple[OpKind, int], _Route | None] = {}
-        for maker, op in numbered(ops):
-            kind, microbatch, chunk = op
-            if (kind, chunk) not in routes:
-                routes[kind, chunk] = _route(placement, costs, source, op)
+        routes = per_kind(ops, partial(_route, placement, costs, source))
+        for maker, (kind, microbatch, chunk) in numbered(ops):
             route = routes[kind, chunk]
             if route is None:
                 continue
-            receive = Op(route.receive.kind, microbatch, route.receive.chunk)
-            consumer = consumers[route.destination].pop(receive, None)
+            send, destination, (receive_kind, _, receive_chunk), time = route
+            receive = Op(receive_kind, microbatch, receive_chunk)
+            consumer = consumers[destination].pop(receive, None)
             if consumer is None:
-                raise schedule.invalid(f"rank {source} makes {op}, but rank {route.destination} never uses it")
-            send = Op(route.send.kind, microbatch, chunk)
-            messages[source, route.destination].append(_Message(send, maker, receive, consumer, route.time))
-    _check_all_made(schedule, consumers)
+                made = Op(kind, microbatch, chunk)
+                raise schedule.invalid(f"rank {source} makes {made}, but rank {destination} never uses it")
+            message = _Message(Op(send.kind, microbatch, chunk), maker, receive, consumer, time)
+            messages[source, destination].append(message)
+    for rank, unmatched in enumerate(consumers):
+        for receive, position in unmatched.items():
+            raise schedule.invalid(
+                f"rank {rank} needs {receive} for {schedule.ops[rank][position]}, "
+                f"but rank {placement.peer_of(rank, receive)} never makes it"
+            )
     return [_Channel(*ends, messages[ends]) for ends in sorted(messages)]
 
 
-class _Route(NamedTuple):
-    """The send, receive and destination of the results that operations of one kind and chunk make on a rank."""
-
-    destination: int
-    """Rank that receives the results."""
-    send: Op
-    """The send of the results of one microbatch."""
-    receive: Op
-    """The receive, on the destination rank, of the message of `send`."""
-    time: float
-    """Time of a message."""
-
-
-def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> _Route | None:
-    """Return the route of the results of `op` on rank `source`; None if no other rank needs the results."""
+def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> tuple[Op, int, Op, float] | None:
+    """(send, destination rank, receive, time) of the result of `op` on `source`; None if no other rank needs it."""
     send = send_after(placement, source, op)
     if send is None:
         return None
-    destination, receive = other_end(placement, source, send)
-    return _Route(destination, send, receive, message_time(placement, costs, source, send))
-
-
-def _check_all_made(schedule: Schedule, unmatched: list[dict[Op, int]]) -> None:
-    for rank, receives in enumerate(unmatched):
-        for receive, position in receives.items():
-            raise schedule.invalid(
-                f"rank {rank} needs {receive} for {schedule.ops[rank][position]}, "
-                f"but rank {schedule.placement.peer_of(rank, receive)} never makes it"
-            )
+    return send, *other_end(placement, source, send), message_time(placement, costs, source, send)
 
 
 def _with_communication(
@@ -208,19 +185,16 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> number, in the serial order, of the computation that makes the previous message of the channel.
-
-    The first message of the channel is mapped to -1.
-    """
+    """Message -> number of the computation that makes the previous message of the channel; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place each receive `receive_ahead` computations before its consumer.
 
-    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If two
-    messages of the channel are consumed in the opposite order of their sends, the receives of the two messages are
-    posted `receive_ahead` computations before the first of the two consumers.
+    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
+    messages of the channel are consumed in another order than they are sent, some receives are posted even earlier, so
+    that receives have the order of the sends.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []

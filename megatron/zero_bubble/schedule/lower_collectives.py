@@ -5,20 +5,27 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.graph import collective_kinds, collective_time, exchange_before, exchanges_after
+from megatron.zero_bubble.schedule.graph import (
+    collective_kinds,
+    collective_time,
+    exchange_before,
+    exchanges_after,
+    per_kind,
+)
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION
 from megatron.zero_bubble.schedule.pairs import computations, numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
 class PlacedCollective(NamedTuple):
-    """A collective with its place in the order of every rank."""
+    """A collective, and its place among the operations of every rank."""
 
     op: Op
     before: tuple[int, ...]
@@ -30,24 +37,24 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    Collectives are sorted by the places, in the serial order, of their last contributing operations.
+    Collectives are sorted by the position of their last contributing operation in `order`.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before the rank's first computation that is planned to end after the planned start of
     the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
-    flight delays its own next computation. A rank therefore joins a collective after its next computation if the
-    resulting delay of the collective is at most the avoided delay of the computation.
+    flight delays its own next computation. A rank joins a collective after its next computation if the delay of the
+    collective is then at most as long as the delay of the computation would otherwise be.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
-    one at a time, in `order`. Every rank joins a collective before the first operation that needs this collective or a
-    later collective. No rank joins a collective before all ranks have joined the previous collective. Because all ranks
-    join collectives early enough and in the same order, the inputs of a computation and of all earlier launches are
-    complete when the computation starts. Either all ranks join a collective before VALIDATE, or all ranks join the
-    collective after VALIDATE.
+    one at a time, in `order`. Every rank joins a collective before the first operation that needs the result of this
+    collective or of a later collective. No rank joins a collective before all ranks have joined the previous
+    collective. Because all ranks join collectives early enough and in the same order, the inputs of a computation and
+    of all earlier launches are complete when the computation starts. Either all ranks join a collective before
+    VALIDATE, or all ranks join the collective after VALIDATE.
 
     Args:
         schedule: schedule without communication.
-        order: serial order of all computations.
+        order: one order of all ranks' computations (see `SerialOrder`).
         costs: costs of the stages.
 
     Raises:
@@ -148,37 +155,26 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     }
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
-        ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
-        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each made or used collective."""
-        for position, op in numbered(ops):
-            kind, microbatch, chunk = op
-            if (kind, chunk) not in ends:
-                used = exchange_before(schedule, rank, op)
-                made = exchanges_after(schedule, rank, op)
-                ends[kind, chunk] = [(each.kind, makers) for each in made]
-                if used is not None:
-                    ends[kind, chunk].append((used.kind, users))
-            for collective, where in ends[kind, chunk]:
-                where.setdefault(Op(collective, microbatch), []).append((rank, position))
-    collectives = (_bounds(schedule, order, op, made_at, users.get(op, ())) for op, made_at in makers.items())
-    return sorted(collectives, key=attrgetter("last_maker"))
-
-
-def _bounds(
-    schedule: Schedule,
-    order: SerialOrder,
-    op: Op,
-    made_at: Sequence[tuple[int, int]],
-    used_at: Sequence[tuple[int, int]],
-) -> _Collective:
-    if not made_at:
-        maker = Op(COLLECTIVES[op.kind].maker, op.microbatch)
-        raise schedule.invalid(f"no rank makes {maker}, which {op} carries")
-    last_maker, ready = max((order.numbers[rank][k], order.ends[rank][k]) for rank, k in made_at)
-    next_phase = (number for number in order.first_of_phase if number > last_maker)
-    earliest = [0] * schedule.num_ranks
-    for rank, position in made_at:
-        earliest[rank] = max(earliest[rank], position + 1)
-    users = (order.numbers[rank][position] for rank, position in used_at)
+        made = per_kind(ops, partial(exchanges_after, schedule, rank))
+        used = per_kind(ops, partial(exchange_before, schedule, rank))
+        for position, (kind, microbatch, chunk) in numbered(ops):
+            for collective in made[kind, chunk]:
+                makers.setdefault(collective._replace(microbatch=microbatch), []).append((rank, position))
+            needed = used[kind, chunk]
+            if needed is not None:
+                users.setdefault(needed._replace(microbatch=microbatch), []).append((rank, position))
+    collectives = []
     total = sum(map(len, order.numbers))
-    return _Collective(op, last_maker, ready, min([total, *users, *next_phase]), tuple(earliest))
+    for op, made_at in makers.items():
+        if not made_at:
+            maker = Op(COLLECTIVES[op.kind].maker, op.microbatch)
+            raise schedule.invalid(f"no rank makes {maker}, which {op} carries")
+        last_maker, ready = max((order.numbers[rank][k], order.ends[rank][k]) for rank, k in made_at)
+        next_phase = (number for number in order.first_of_phase if number > last_maker)
+        earliest = [0] * schedule.num_ranks
+        for rank, position in made_at:
+            earliest[rank] = max(earliest[rank], position + 1)
+        first_users = (order.numbers[rank][position] for rank, position in users.get(op, ()))
+        deadline = min([total, *first_users, *next_phase])
+        collectives.append(_Collective(op, last_maker, ready, deadline, tuple(earliest)))
+    return sorted(collectives, key=attrgetter("last_maker"))

@@ -12,13 +12,8 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
-_ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
-    facts.undoes_memory_of: tuple(kind for kind in KINDS if KINDS[kind].undoes_memory_of is facts.undoes_memory_of)
-    for facts in KINDS.values()
-    if facts.undoes_memory_of is not None
-}
-"""Kind of operation -> kinds of later operations that may allocate a part of the earlier operation's memory. For
-example, an R (recomputation) allocates a part of the memory of F."""
+_ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items() if facts.undoes_memory_of}
+"""Kind of operation -> earlier kind that leaves a part of its allocation to the operation, as F leaves a part to R."""
 
 
 def memory_held(
@@ -35,29 +30,23 @@ def memory_held(
         lengths: microbatch -> factor of the costs, as in `simulate`.
     """
     memory: float = 0
-    ops = tuple(schedule.compute_ops(rank))
+    schedule = schedule.without_communication()
     by_kind = in_groups(costs, schedule.groups).memory()
-    for op, change in zip(ops, _changes(schedule, by_kind, rank, ops, lengths), strict=True):
+    for op, change in zip(schedule.ops[rank], _changes(schedule, rank, by_kind, lengths), strict=True):
         yield op, memory + change if change > 0 else memory, memory + change
         memory += change
 
 
 def _changes(
-    schedule: Schedule,
-    by_kind: Mapping[OpKind, Sequence[float]],
-    rank: int,
-    ops: Sequence[Op],
-    lengths: Sequence[float],
+    schedule: Schedule, rank: int, by_kind: Mapping[OpKind, Sequence[float]], lengths: Sequence[float]
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`; `by_kind` has the change by kind of operation and stage."""
-    stages = schedule.placement.stages_of(rank)
+    """The change of memory by each operation of `rank`; `by_kind` maps kind and stage to a change of memory."""
+    ops, stages = schedule.ops[rank], schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
     if lengths:
         usual = (change * lengths[op.microbatch] for change, op in zip(usual, ops, strict=True))
-    allocates_later = [
-        (kind, later) for kind, kinds in _ALLOCATES_LATER.items() for later in kinds if later in schedule.kinds
-    ]
+    allocates_later = [(kind, later) for later, kind in _ALLOCATES_LATER.items() if later in schedule.kinds]
     if not allocates_later:
         return usual
     different = {
@@ -93,9 +82,8 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[fl
 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
     """Rank -> peak memory of the activations of the rank, in the unit of the costs."""
+    schedule = schedule.without_communication()
     by_kind = in_groups(costs, schedule.groups).memory()
-    lanes = schedule.without_communication().ops
+    changes = (_changes(schedule, rank, by_kind, lengths) for rank in range(schedule.num_ranks))
     # The memory after each operation is enough, because an operation that releases memory does not raise the peak.
-    return tuple(
-        max(accumulate(_changes(schedule, by_kind, rank, ops, lengths), initial=0)) for rank, ops in enumerate(lanes)
-    )
+    return tuple(max(accumulate(each, initial=0)) for each in changes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
@@ -55,7 +55,7 @@ NOTHING = UnitCosts(0, 0, 0)
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of a model's units (embedding, layers, output), from which the costs of any stages are computed."""
+    """Costs of a model's units (embedding, layers, output), from which the costs of stages are computed."""
 
     embedding: UnitCosts
     layers: tuple[UnitCosts, ...]
@@ -73,8 +73,7 @@ class ModelCosts:
     time_exchange: float = 0
     """Time by which sending one message and receiving another message delays a rank that computes at the same time."""
     time_collective: float = 0
-    """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes at the
-    same time."""
+    """Time by which a collective, with as much data as a message, delays a rank that computes at the same time."""
     latency_collective: float = 0
     """Time of a collective, measured on a waiting rank while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0
@@ -85,14 +84,19 @@ class ModelCosts:
     """Time of a fused backward, divided by the time of B plus W; 0 if unknown."""
 
     @property
+    def units(self) -> tuple[UnitCosts, ...]:
+        """The costs of the embedding, every layer, and the output, in model order."""
+        return self.embedding, *self.layers, self.output
+
+    def with_units(self, units: Iterable[UnitCosts]) -> ModelCosts:
+        """Replace the costs of the embedding, every layer, and the output; `units` has them in model order."""
+        embedding, *layers, output = units
+        return replace(self, embedding=embedding, layers=tuple(layers), output=output)
+
+    @property
     def with_cheapest_weight_gradients(self) -> ModelCosts:
-        """The costs with the time that a fused backward saves subtracted from W, for lower bounds of any schedule."""
-
-        def cheapest(unit: UnitCosts) -> UnitCosts:
-            return replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit))
-
-        layers = tuple(map(cheapest, self.layers))
-        return replace(self, embedding=cheapest(self.embedding), layers=layers, output=cheapest(self.output))
+        """Costs in which W is shorter by the time that a fused backward saves, for lower bounds of any schedule."""
+        return self.with_units(replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit)) for unit in self.units)
 
     def saved_by_fusing(self, unit: UnitCosts) -> float:
         """Time that a fused backward of a unit saves, at most half of the time of W."""
@@ -131,7 +135,7 @@ class ModelCosts:
     @property
     def has_all_to_all(self) -> bool:
         """Whether any unit exchanges tokens between experts."""
-        return any(unit.all_to_all_f or unit.all_to_all_b for unit in (*self.layers, self.output))
+        return any(unit.all_to_all_f or unit.all_to_all_b for unit in self.units)
 
     @property
     def computing(self) -> ModelCosts:
@@ -141,7 +145,7 @@ class ModelCosts:
         lower bound of the iteration time that is computed without the time of token exchanges also holds for plans with
         pairs.
         """
-        return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
+        return self.with_units(unit.computing for unit in self.units)
 
     @property
     def shard_work(self) -> float:
@@ -217,9 +221,7 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
         states: memory of the parameters, gradients and optimizer states of the embedding, every layer, and the output,
             in this order.
     """
-    units = (costs.embedding, *costs.layers, costs.output)
-    embedding, *layers, output = (replace(unit, state=state) for unit, state in zip(units, states, strict=True))
-    return replace(costs, embedding=embedding, layers=tuple(layers), output=output)
+    return costs.with_units(replace(unit, state=state) for unit, state in zip(costs.units, states, strict=True))
 
 
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:

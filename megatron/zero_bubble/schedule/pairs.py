@@ -9,7 +9,8 @@ pair, and the forward takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from itertools import pairwise
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -60,10 +61,10 @@ def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op,
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
         return times
-    stages = schedule.placement.stages_of(rank)
+    stages, time_of_pair = schedule.placement.stages_of(rank), cache(costs.time_of_pair)
     for forward, backward in pairs(schedule.ops[rank]):
         times[forward] = 0
-        times[backward] = costs.time_of_pair(stages[forward.chunk], backward.kind, stages[backward.chunk])
+        times[backward] = time_of_pair(stages[forward.chunk], backward.kind, stages[backward.chunk])
     return times
 
 
@@ -86,28 +87,24 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
         chosen: rank -> chosen B and BW of the rank, each of which has a forward right before it.
     """
     assert not schedule.is_lowered
-    kinds = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
-    ops = tuple(
-        tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
-        for lane, here in zip(schedule.ops, chosen, strict=True)
-    )
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)
+    return _changed(schedule, chosen, {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW})
 
 
 def apart(schedule: Schedule) -> Schedule:
     """The given schedule without communication and pairs: each forward and each backward is a separate operation."""
-    return _separated(schedule, [{backward for _, backward in pairs(lane)} for lane in _lanes(schedule)])
+    schedule = schedule.without_communication()
+    return _changed(schedule, [{backward for _, backward in pairs(lane)} for lane in schedule.ops], _SPLIT)
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """For each combination of the forward's and the backward's chunk, split every second pair into its two operations.
+    """Split every second pair of a schedule into its two operations, and remove communication.
 
-    `half_apart` also removes communication.
-
-    A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
+    Every second pair is counted for each combination of the forward's chunk and the backward's chunk. A training step
+    with the returned schedule measures pairs, and also single forwards and backwards of every chunk.
     """
+    schedule = schedule.without_communication()
     separated: list[set[Op]] = [set() for _ in schedule.ops]
-    for lane, here in zip(_lanes(schedule), separated, strict=True):
+    for lane, here in zip(schedule.ops, separated, strict=True):
         together = list(pairs(lane))
         in_pairs = {op for pair in together for op in pair}
         alone = {(KINDS[op.kind].makes[0], op.chunk) for op in lane if op not in in_pairs}
@@ -120,18 +117,17 @@ def half_apart(schedule: Schedule) -> Schedule:
                 kept.discard(chunks)
                 here.add(backward)
                 alone |= parts
-    return _separated(schedule, separated)
+    return _changed(schedule, separated, _SPLIT)
 
 
-def _lanes(schedule: Schedule) -> list[tuple[Op, ...]]:
-    return [tuple(schedule.compute_ops(rank)) for rank in range(schedule.num_ranks)]
+_SPLIT = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
+"""Kind of a backward in a pair -> kind of the same backward as a separate operation."""
 
 
-def _separated(schedule: Schedule, chosen: Sequence[Set[Op]]) -> Schedule:
-    """Remove communication, and split the pair of each chosen backward into its two operations."""
-    kinds = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
+def _changed(schedule: Schedule, chosen: Sequence[Set[Op]], kinds: Mapping[OpKind, OpKind]) -> Schedule:
+    """Change the kind of each chosen operation (rank -> operations) to `kinds[kind]`."""
     ops = tuple(
         tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
-        for lane, here in zip(_lanes(schedule), chosen, strict=True)
+        for lane, here in zip(schedule.ops, chosen, strict=True)
     )
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 from operator import add
 
-from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS, StageCosts
+from megatron.zero_bubble.schedule.costs import SHARD_TIMES, StageCosts
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -18,8 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 def unit_costs(num_stages: int) -> StageCosts:
     """Unit costs: F, B, W, E, EW, S and T take 1 each, BW takes 2; messages and other operations take no time."""
-    times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
-    return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
+    return StageCosts.uniform(num_stages, **dict.fromkeys(SHARD_TIMES, 1))
 
 
 class Phases:
@@ -64,8 +62,7 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> smallest number, in the serial order, of the VALIDATE operations that end the
-        previous phase."""
+        """Phase (from the second on) -> number of the first VALIDATE that ends the previous phase on a rank."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
@@ -106,5 +103,5 @@ class SerialOrder:
         return simulate(self._schedule, unit_costs(self._schedule.num_stages)).computations
 
     def num_before(self, rank: int, number: int) -> int:
-        """The number of computations of `rank` before the place `number` of the serial order."""
+        """The number of computations of `rank` among the first `number` computations of the serial order."""
         return bisect_left(self.numbers[rank], number)

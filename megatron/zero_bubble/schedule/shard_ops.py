@@ -2,14 +2,13 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. If the output layer delays
-the backwards by the time that a rank takes for one microbatch, one more microbatch is in flight, and the steady state
-of the schedule does not change.
+stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. A delay of the backwards by
+the time of one microbatch keeps one more microbatch in flight, and does not change the steady state of the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -52,7 +51,7 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     """
     schedule = apart(schedule.without(VOCABULARY))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
-    return [_in_order(_Times(timeline, costs, delay)) for delay in given_delays]
+    return [_Times(timeline, costs, delay).in_order() for delay in given_delays]
 
 
 def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
@@ -81,15 +80,6 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     return min(timelines, key=order).schedule
 
 
-def _in_order(times: _Times) -> Schedule:
-    ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(times.schedule.num_ranks))
-    return replace(times.schedule, ops=tuple(ranks))
-
-
-_Timed = tuple[float, int, int, Op]
-"""(planned start, sort key of operations with the same planned start, microbatch, operation)."""
-
-
 class _Times:
     """The planned start times of all operations."""
 
@@ -100,29 +90,29 @@ class _Times:
             for lane in timeline.lanes
         ]
         """Rank -> {operation: planned start}, without operations on shards."""
-        placement, microbatches = self.schedule.placement, range(self.schedule.num_microbatches)
+        placement = self.schedule.placement
         last_stage, first_rank = placement.num_stages - 1, placement.rank_of(0)
         self._last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
-        forwards, last_forwards = self._starts[first_rank], self._starts[self._last_rank]
-        self._embedded = [forwards[Op(OpKind.F, microbatch)] for microbatch in microbatches]
+        self._embedded = self._starts_of(first_rank, OpKind.F)
         """Microbatch -> planned start of the F of the first stage, which needs the embedding."""
-        self._output = [
-            last_forwards[Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
-            for microbatch in microbatches
-        ]
+        last_forwards = self._starts_of(self._last_rank, OpKind.F, last_chunk)
+        self._output = [start + costs.time_f[last_stage] for start in last_forwards]
         """Microbatch -> planned end of the F of the last stage."""
         self._gradient = [start + costs.time_b[0] + costs.time_w[0] for start in self._starts_of(first_rank, OpKind.B)]
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
-    def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """Yield the operations of a rank with sort keys.
+    def in_order(self) -> Schedule:
+        """Sort the operations of every rank by planned start.
 
-        Operations are sorted by planned start. At equal planned starts, operations for which other ranks wait come
-        first.
+        At equal planned starts, operations for which other ranks wait come first.
         """
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
-        starts = {**self._starts[rank], **self._of_shard(rank)}
-        return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
+        ranks = []
+        for rank, own in enumerate(self._starts):
+            starts = {**own, **self._of_shard(rank)}
+            timed = sorted((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
+            ranks.append(tuple(op for *_, op in timed))
+        return replace(self.schedule, ops=tuple(ranks))
 
     def _of_shard(self, rank: int) -> dict[Op, float]:
         """Operation on the vocabulary shard of `rank` -> planned start of the operation."""
@@ -140,11 +130,11 @@ class _Times:
             starts[Op(OpKind.EW, microbatch)] = max(weights, gradient + message)
         return starts
 
-    def _starts_of(self, rank: int, result: OpKind) -> list[float]:
-        """Microbatch -> planned start of the operation in chunk 0 of `rank` that makes `result` (the kind B or W)."""
+    def _starts_of(self, rank: int, result: OpKind, chunk: int = 0) -> list[float]:
+        """Microbatch -> planned start of the operation in `chunk` of `rank` that makes `result` (F, B or W)."""
         starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
         return [
-            next(starts[op] for kind in kinds if (op := Op(kind, microbatch)) in starts)
+            next(starts[op] for kind in kinds if (op := Op(kind, microbatch, chunk)) in starts)
             for microbatch in range(self.schedule.num_microbatches)
         ]

@@ -12,13 +12,13 @@ from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
-from megatron.zero_bubble.schedule.graph import Arrival, circle, message_time, send_after, sources
+from megatron.zero_bubble.schedule.graph import circle, message_time, send_after, sources
 from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import PAIRED, times_in_pairs
-from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
-from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, timed_ops
+from megatron.zero_bubble.schedule.streams import HardwareQueues, run_on_streams
+from megatron.zero_bubble.schedule.timeline import Lanes, Timeline, timed_ops
 
 
 @paused_collector()
@@ -65,16 +65,15 @@ def simulate(
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
         assert not lengths, "on streams all microbatches have the same length"
-        replay = StreamReplay(schedule, in_groups(costs, schedule.groups))
-        lanes_on_streams = replay.run(hardware_queues)
-        return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
+        on_streams, copies = run_on_streams(schedule, in_groups(costs, schedule.groups), hardware_queues)
+        return Timeline(schedule.without_communication(), costs, True, on_streams, hardware_queues, copies)
     schedule = schedule.without_communication()
     if lengths:
         _check_lengths(schedule, lengths)
     divided = in_groups(costs, schedule.groups)
     simulation = _Simulation(schedule, divided, lengths, overlap_communication=overlap_communication)
-    lanes = simulation.run()
-    return Timeline(schedule, costs, overlap_communication, lanes, copies=simulation.copies, lengths=tuple(lengths))
+    lanes, copies = simulation.run()
+    return Timeline(schedule, costs, overlap_communication, lanes, copies=copies, lengths=tuple(lengths))
 
 
 def _check_lengths(schedule: Schedule, lengths: Sequence[float]) -> None:
@@ -93,8 +92,7 @@ class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """An operation of microbatch m needs the result whose end time has the index `slot + m` in the list of end
-    times."""
+    """An operation of microbatch m needs the result with index `slot + m` in the list of end times."""
     num_before: int
     """Microbatch of the operation minus microbatch of the needed result, as in `Need.num_before`."""
     is_optional: bool
@@ -109,12 +107,10 @@ class _Step(NamedTuple):
     """Properties of all operations of one kind in one stage."""
 
     time: float
-    """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """The fields `slot` and `transit` of `_Wait` for each needed result. Empty if a needed result is optional, belongs
-    to another microbatch, or arrives in a message that occupies the receiver."""
+    """(slot, transit) of each needed result, if the rank only has to wait for the arrival of the results."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs. Empty if the field `plain_waits` lists all needed results."""
+    """The needed results, if a result is optional, from another microbatch, or in a message that occupies the rank."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float
@@ -122,11 +118,15 @@ class _Step(NamedTuple):
 
 
 class _Lane:
-    """Start and end times of the operations that a rank has run so far."""
+    """The state of a rank: the start and end times of the operations that the rank has run so far."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.ends: list[float] = []
+        self.free: float = 0
+        """Time from which the rank is free."""
+        self.steps: dict[tuple[OpKind, int], _Step] = {}
+        """(kind, chunk) -> properties of the operations of the rank with this kind and chunk."""
 
 
 class _Simulation:
@@ -153,17 +153,16 @@ class _Simulation:
         self._is_made = self._optional_results(size)
         self._links = LinkTimes.of_ranks(schedule, costs)
         self._pairs = [times_in_pairs(schedule, costs, rank) for rank in range(schedule.num_ranks)]
-
-    @property
-    def copies(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """Rank -> copies on the host link of the rank, with their times."""
-        return tuple(tuple(link.copies) for link in self._links)
+        self._lanes = [_Lane() for _ in schedule.ops]
+        self._runnable = deque(range(schedule.num_ranks))
+        self._blocked: dict[int, list[int]] = {}
+        """Index in the list of end times -> ranks that wait for this result."""
 
     def _slot(self, result: OpKind, stage: int) -> int:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index in the list of end times -> whether the result is optional and the schedule makes the result."""
+        """Index in the list of end times -> 1 if the result is optional and the schedule makes the result, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -176,13 +175,13 @@ class _Simulation:
         placement, costs = self._schedule.placement, self._costs
         stage = placement.stage_of(rank, chunk)
         waits = []
-        for need, source, is_remote, edge in sources(placement, kind, stage):
+        for source in sources(placement, kind, stage):
+            need = source.need
             if need.is_optional and need.result not in self._schedule.kinds:
                 continue
-            arrival = Arrival((need.result, source, 0), edge)
-            transit = arrival.time(costs) if is_remote else None
-            occupies = not self._overlaps and not arrival.is_reduced
-            slot = self._slot(need.result, source) - need.num_before
+            transit = source.transit(costs) if source.is_remote else None
+            occupies = not self._overlaps and not source.is_reduced
+            slot = self._slot(need.result, source.stage) - need.num_before
             waits.append(_Wait(slot, need.num_before, need.is_optional, transit, occupies))
         slots = tuple(self._slot(result, stage) for result in KINDS[kind].makes)
         message = None if self._overlaps else send_after(placement, rank, Op(kind, 0, chunk))
@@ -192,26 +191,22 @@ class _Simulation:
             plain, waits = tuple((wait.slot, wait.transit) for wait in waits), []
         return _Step(self._times[kind][stage], plain, tuple(waits), slots, sending)
 
-    def run(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run all ranks; return, for each rank, its operations with their times. Raise `Deadlock` if ranks deadlock."""
-        schedule = self._schedule
-        lanes = [_Lane() for _ in schedule.ops]
-        free: list[float] = [0] * schedule.num_ranks
-        steps: list[dict[tuple[OpKind, int], _Step]] = [{} for _ in schedule.ops]
-        blocked: dict[int, list[int]] = {}
-        runnable = deque(range(schedule.num_ranks))
-        while runnable:
-            rank = runnable.popleft()
-            free[rank] = self._run_rank(rank, lanes[rank], free[rank], steps[rank], blocked, runnable)
-        if blocked:
-            raise Deadlock(self._explain(blocked, lanes))
-        return tuple(timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True))
+    def run(self) -> tuple[Lanes, Lanes]:
+        """Run all ranks; return rank -> operations with their times, and rank -> copies on the host link."""
+        lanes, ops = self._lanes, self._schedule.ops
+        while self._runnable:
+            rank = self._runnable.popleft()
+            lanes[rank].free = self._run_rank(rank, lanes[rank])
+        if self._blocked:
+            raise Deadlock(self._explain())
+        timed = tuple(timed_ops(own, lane.starts, lane.ends) for own, lane in zip(ops, lanes, strict=True))
+        return timed, tuple(tuple(link.copies) for link in self._links)
 
-    def _explain(self, blocked: dict[int, list[int]], lanes: Sequence[_Lane]) -> str:
+    def _explain(self) -> str:
         """The error message of a deadlock: one line with the ranks that wait for each other."""
         schedule, results = self._schedule, list(self._rows)
         waits_for: dict[int, tuple[OpKind, int, int]] = {}
-        for slot, ranks in blocked.items():
+        for slot, ranks in self._blocked.items():
             row, microbatch = divmod(slot, self._width)
             row, stage = divmod(row, schedule.num_stages)
             waits_for.update(dict.fromkeys(ranks, (results[row], stage, microbatch)))
@@ -219,22 +214,15 @@ class _Simulation:
         steps = []
         for rank in circle(owners):
             result, stage, microbatch = waits_for[rank]
-            at = schedule.ops[rank][len(lanes[rank].ends)]
+            at = schedule.ops[rank][len(self._lanes[rank].ends)]
             steps.append(f"rank {rank} at {at} waits for {result}{microbatch} of stage {stage} on rank {owners[rank]}")
         return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
 
-    def _run_rank(
-        self,
-        rank: int,
-        lane: _Lane,
-        free: float,
-        steps: dict[tuple[OpKind, int], _Step],
-        blocked: dict[int, list[int]],
-        runnable: deque[int],
-    ) -> float:
+    def _run_rank(self, rank: int, lane: _Lane) -> float:
         """Run operations of `rank` until an operation lacks an input; return the time from which the rank is free."""
         ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
         link, lengths = self._links[rank] if self._links else None, self._lengths
+        free, steps, blocked = lane.free, lane.steps, self._blocked
         for position in range(len(lane.ends), len(ops)):
             kind, microbatch, chunk = ops[position]
             step = steps.get((kind, chunk))
@@ -262,7 +250,7 @@ class _Simulation:
                     elif result_at + transit > start:
                         start = result_at + transit
             if in_pairs and ops[position] in in_pairs:
-                free = self._run_in_pair(rank, position, start, lane, steps, blocked, runnable)
+                free = self._run_in_pair(rank, position, start, lane)
                 continue
             if link is not None:
                 start = link.start_of(ops[position], start)
@@ -274,35 +262,25 @@ class _Simulation:
             for slot in slots:
                 ends[slot + microbatch] = end
                 if slot + microbatch in blocked:
-                    runnable.extend(blocked.pop(slot + microbatch))
+                    self._runnable.extend(blocked.pop(slot + microbatch))
             free = end + sending
         return free
 
-    def _run_in_pair(
-        self,
-        rank: int,
-        position: int,
-        start: float,
-        lane: _Lane,
-        steps: dict[tuple[OpKind, int], _Step],
-        blocked: dict[int, list[int]],
-        runnable: deque[int],
-    ) -> float:
+    def _run_in_pair(self, rank: int, position: int, start: float, lane: _Lane) -> float:
         """Run one operation of a pair; return the time at which `rank` is free.
 
         The results of the forward and the backward of the pair are ready when the pair ends.
         """
         op = self._schedule.ops[rank][position]
-        end = start + self._pairs[rank][op]
+        free = end = start + self._pairs[rank][op]
         lane.starts.append(start)
         lane.ends.append(end)
-        if op.kind not in PAIRED:
-            return end
-        free = end
-        for kind, microbatch, chunk in self._schedule.ops[rank][position - 1 : position + 1]:
-            step = steps[kind, chunk]
+        for kind, microbatch, chunk in (
+            self._schedule.ops[rank][position - 1 : position + 1] if op.kind in PAIRED else ()
+        ):
+            step = lane.steps[kind, chunk]
             for slot in step.slots:
                 self._ends[slot + microbatch] = end
-                runnable.extend(blocked.pop(slot + microbatch, ()))
+                self._runnable.extend(self._blocked.pop(slot + microbatch, ()))
             free += step.sending
         return free

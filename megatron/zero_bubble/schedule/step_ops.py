@@ -44,15 +44,14 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
         num_steps: number of iterations.
     """
 
-    def moved(ops: Iterable[Op], step: int) -> Iterable[Op]:
-        for op in ops:
-            if op.kind is OpKind.VALIDATE and step == 0:
-                continue
-            yield op._replace(
-                microbatch=step if op.kind in POST_VALIDATION else op.microbatch + step * schedule.num_microbatches
-            )
+    def moved(op: Op, step: int) -> Op:
+        is_marker = op.kind in POST_VALIDATION
+        return op._replace(microbatch=step if is_marker else op.microbatch + step * schedule.num_microbatches)
 
-    ops = tuple(tuple(op for step in range(num_steps) for op in moved(rank_ops, step)) for rank_ops in schedule.ops)
+    ops = tuple(
+        tuple(moved(op, step) for step in range(num_steps) for op in own if step or op.kind is not OpKind.VALIDATE)
+        for own in schedule.ops
+    )
     return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
 
 
@@ -104,10 +103,11 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
     VALIDATE is planned for the time at which the norm of the previous iteration's gradients arrives, plus the time of
-    the longest forward. The time of the longest forward prevents a slightly late rank from delaying the other ranks.
-    Only the few forwards before VALIDATE are run again if the validation fails. VALIDATE comes before the first B, BW
-    and W of the rank, even if the rank then has to wait for the norm of all gradients. If a rank makes the input of a
-    forward after its own VALIDATE, the forward also comes after the VALIDATE of the rank that runs the forward.
+    the longest forward. Because VALIDATE is planned one forward later than necessary, a slightly late rank does not
+    delay the other ranks. Only the few forwards before VALIDATE are run again if the validation fails. VALIDATE comes
+    before the first B, BW and W of the rank, even if the rank then has to wait for the norm of all gradients. If a rank
+    makes the input of a forward after its own VALIDATE, the forward also comes after the VALIDATE of the rank that runs
+    the forward.
 
     Args:
         schedule: schedule of one iteration.
@@ -190,10 +190,9 @@ def num_forwards_before_validation(schedule: Schedule) -> int:
 def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
-    Every rank has one STEP, which is its last operation, and one VALIDATE. All operations before VALIDATE can be run
-    again. Operations of four kinds may come before VALIDATE: sends; forwards whose inputs other ranks make before their
-    own VALIDATE; receives of messages that other ranks send before their own VALIDATE; and collectives that come before
-    VALIDATE on all ranks.
+    Every rank has one STEP, which is its last operation, and one VALIDATE. All computations before VALIDATE can be run
+    again, and other ranks make their inputs before their own VALIDATE. A message that is received before VALIDATE is
+    also sent before VALIDATE. A collective comes before VALIDATE either on all ranks or on no rank.
 
     Raises:
         InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.
@@ -223,12 +222,7 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Check the inputs and the collectives of the operations before VALIDATE.
-
-    Raises:
-        InvalidSchedule: an operation before VALIDATE needs a result that a rank makes after its own VALIDATE, or a
-            collective comes before VALIDATE on one rank and after VALIDATE on another rank.
-    """
+    """Check the inputs and the collectives of the operations before VALIDATE."""
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

@@ -7,9 +7,9 @@ one message time later. The computation that uses the message waits until the me
 vocabulary shards is simulated as a message in which every rank takes part; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
-With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream then delays
-all later launches of the rank. With one queue, a send or receive that is posted while the previous message of its
-channel is in flight blocks the next computation, even if the message in flight depends on that computation.
+With one queue, the launches of a rank start in order. With one queue, a launch that waits for earlier work of its
+stream delays all later launches of the rank. A send or receive that is posted while the previous message of its channel
+is in flight blocks the next computation of its rank, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import SENDS, OpKind
 from megatron.zero_bubble.schedule.launches import Host, Stream, StreamLaunch, Streams
-from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, timed_ops
+from megatron.zero_bubble.schedule.timeline import HardwareQueues, Lanes, TimedOp, timed_ops
 
 
 def check_streams(schedule: Schedule) -> None:
@@ -35,77 +35,65 @@ def check_streams(schedule: Schedule) -> None:
     Raises:
         Deadlock: some ranks wait for each other for ever.
     """
-    replay = StreamReplay(schedule)
+    costs = StageCosts.uniform(schedule.num_stages)
     try:
-        replay.run(HardwareQueues.ONE)
+        run_on_streams(schedule, costs, HardwareQueues.ONE)
     except Deadlock:
-        replay.run(HardwareQueues.MANY)  # if many queues deadlock too, their error is raised instead
+        # If the ranks also deadlock with many queues, the error for many queues is raised instead.
+        run_on_streams(schedule, costs, HardwareQueues.MANY)
         raise
 
 
-class StreamReplay:
-    """Simulates a lowered schedule on NCCL's streams, in time linear in the number of operations.
+def run_on_streams(schedule: Schedule, costs: StageCosts, queues: HardwareQueues) -> tuple[Lanes, Lanes]:
+    """Simulate a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
     Args:
-        schedule: lowered schedule.
-        costs: costs of the stages; None if operations and messages take no time.
+        schedule: lowered schedule, which must have passed all checks of `validate` except `check_streams`.
+        costs: costs of the stages; a deadlock does not depend on the costs.
+        queues: number of hardware queues of a GPU.
+
+    Returns:
+        Rank -> computations of the rank, with their times; and rank -> copies on the host link of the rank, with their
+        times.
+
+    Raises:
+        Deadlock: some ranks wait for each other for ever.
+        InvalidSchedule: an operation needs a message that its rank has not posted.
     """
+    streams, links = Streams(schedule, costs), LinkTimes.of_ranks(schedule, costs)
+    devices = [
+        _Device(Host(streams, rank), queues, links[rank] if links else None) for rank in range(schedule.num_ranks)
+    ]
+    runnable = deque(range(len(devices)))
+    while runnable:
+        rank = runnable.popleft()
+        devices[rank].go_on(runnable)
+        blocked_by = devices[rank].blocked_by
+        if blocked_by is not None:
+            blocked_by.waiting.append(rank)
+    if any(device.blocked_by is not None for device in devices):
+        raise Deadlock(_deadlock(schedule, devices, queues))
+    return tuple(device.lane() for device in devices), tuple(tuple(link.copies) for link in links)
 
-    def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
-        self._schedule, self._costs = schedule, costs
-        self.copies: tuple[tuple[TimedOp, ...], ...] = ()
-        """Rank -> copies on the host link of the rank in the latest run, with their times."""
 
-    def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run the lowered schedule, which must have passed all checks of `validate` except `check_streams`.
-
-        Returns:
-            Rank -> computations of the rank, with their times.
-
-        Raises:
-            Deadlock: some ranks wait for each other for ever.
-            InvalidSchedule: an operation needs a message that its rank has not posted.
-        """
-        streams = Streams(self._schedule.num_ranks)
-        links = LinkTimes.of_ranks(self._schedule, self._costs)
-        devices = [
-            _Device(Host(self._schedule, self._costs, rank, streams), queues, links[rank] if links else None)
-            for rank in range(self._schedule.num_ranks)
-        ]
-        runnable = deque(range(len(devices)))
-        while runnable:
-            rank = runnable.popleft()
-            devices[rank].go_on(runnable)
-            blocked_by = devices[rank].blocked_by
-            if blocked_by is not None:
-                blocked_by.waiting.append(rank)
-        if any(device.blocked_by is not None for device in devices):
-            raise Deadlock(self._explain(devices, queues))
-        self.copies = tuple(tuple(link.copies) for link in links)
-        return tuple(device.lane() for device in devices)
-
-    def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
-        """The error message of a deadlock: one line with the ranks that wait for each other."""
-        waits_for: dict[int, tuple[int, Op]] = {}
-        for rank, device in enumerate(devices):
-            if device.blocked_by is not None:
-                waits_for[rank] = next(
-                    (other, op)
-                    for other, late in enumerate(devices)
-                    if (op := late.missing_end(device.blocked_by)) is not None
-                )
-        steps = []
-        for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
-            other, op = waits_for[rank]
-            steps.append(f"rank {rank} at {devices[rank].at()} waits for {op} of rank {other}")
-        circle_of_waits = "; ".join(steps)
-        if queues is HardwareQueues.MANY:
-            return f"schedule {self._schedule.name} deadlocks: {circle_of_waits}"
-        where = "with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        return (
-            f"schedule {self._schedule.name} deadlocks {where}: {circle_of_waits}; "
-            "lower it again to remove the deadlock"
-        )
+def _deadlock(schedule: Schedule, devices: Sequence[_Device], queues: HardwareQueues) -> str:
+    """The error message of a deadlock: one line with the ranks that wait for each other."""
+    waits_for: dict[int, tuple[int, Op]] = {}
+    for rank, device in enumerate(devices):
+        if device.blocked_by is not None:
+            waits_for[rank] = next(
+                (other, op)
+                for other, late in enumerate(devices)
+                if (op := late.missing_end(device.blocked_by)) is not None
+            )
+    steps = []
+    for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
+        other, op = waits_for[rank]
+        steps.append(f"rank {rank} at {devices[rank].at()} waits for {op} of rank {other}")
+    one_queue = queues is HardwareQueues.ONE
+    where = " with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)" if one_queue else ""
+    remedy = "; lower it again to remove the deadlock" if one_queue else ""
+    return f"schedule {schedule.name} deadlocks{where}: {'; '.join(steps)}{remedy}"
 
 
 class _Device:
@@ -118,12 +106,11 @@ class _Device:
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
         """(kind, chunk) -> launch of the operations with this kind and chunk."""
         self._ops: Sequence[Op | None] = launches.ops
-        """The operations in order; None stands for a wait of the compute stream until all sends and collectives are
-        complete."""
+        """The operations in order; None stands for a wait until all sends and collectives are complete."""
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
-        self._in_pairs = launches.times_in_pairs()
+        self._in_pairs = launches.times_in_pairs
         self._position = 0
         """Position of the next launch."""
         self._free: float = 0
@@ -182,7 +169,7 @@ class _Device:
                 self._ends.append(self._free)
                 if kind is not OpKind.STEP:
                     continue
-                end, time = self._launches.reduction, self._launches.time_of_reduction
+                end, time = self._launches.reduction, self._launches.streams.time_of_reduction
             else:
                 assert end is not None, "every message has a stream"
                 if kind not in SENDS:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.graph import Node, nodes_of
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import PeakMemory, memory_held, peak_memory, peaks
@@ -33,6 +34,10 @@ class TimedOp(NamedTuple):
     op: Op
     start: float
     end: float
+
+
+Lanes = tuple[tuple[TimedOp, ...], ...]
+"""Rank -> operations of the rank with their times, in execution order."""
 
 
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
@@ -91,18 +96,32 @@ class Timeline:
     costs: StageCosts
     overlap_communication: bool
     """Whether ranks compute while messages are in flight."""
-    lanes: tuple[tuple[TimedOp, ...], ...]
+    lanes: Lanes
     """Rank -> operations of the rank with their times, in execution order. Time starts at 0."""
     hardware_queues: HardwareQueues | None = None
     """Hardware queues of the simulated GPUs; None for a simulation without streams."""
-    copies: tuple[tuple[TimedOp, ...], ...] = ()
+    copies: Lanes = ()
     """Rank -> copies to the host (D) and back (H) on the rank's host link, with their times; empty without offload."""
     lengths: tuple[float, ...] = ()
     """Microbatch -> factor of the times and the memory of `costs`; empty if the factor of every microbatch is 1."""
 
     @cached_property
+    def producers(self) -> dict[Node, tuple[int, int]]:
+        """Result -> (rank, position on the rank) of the operation that produces the result.
+
+        The backward of a pair also produces the results of the pair's forward.
+        """
+        producers: dict[Node, tuple[int, int]] = {}
+        for rank, lane in enumerate(self.lanes):
+            in_pairs = forwards_in_pairs(self.schedule, rank)
+            for position, timed in enumerate(lane):
+                producer = rank, position + (timed.op in in_pairs)
+                producers.update(dict.fromkeys(nodes_of(self.schedule.placement, rank, timed.op), producer))
+        return producers
+
+    @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """Rank -> operations of the rank with their times; of a pair, only the backward is listed, not the forward."""
+        """Rank -> operations of the rank with their times, without the forwards of pairs."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 from megatron.zero_bubble.schedule.collector import paused_collector
@@ -13,7 +14,9 @@ from megatron.zero_bubble.schedule.graph import (
     collective_kinds,
     exchange_before,
     exchanges_after,
+    is_at,
     other_end,
+    per_kind,
     receive_before,
     send_after,
     sources,
@@ -29,7 +32,6 @@ from megatron.zero_bubble.schedule.kinds import (
     SENDS,
     VOCABULARY,
     OpKind,
-    Place,
 )
 from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -47,13 +49,13 @@ def validate(schedule: Schedule) -> None:
     - A schedule is complete: every stage runs F once for every microbatch, and either BW or both B and W once. A
       forward-only schedule has no backward. With vocabulary shards, every rank also runs the shard operations E, S, T
       and EW once for every microbatch, and the last rank runs L (loss).
-    - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
-      (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
+    - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights (W,
+      BW) in microbatch order, so that sums of gradients do not depend on the schedule, bit for bit.
     - A rank runs an operation after the operations of the same rank that make the inputs of the operation. If a forward
       and a backward run as one operation (a pair), the inputs of the forward and the backward are made before the pair.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
-      The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
-      same order.
+      The sends and the receives from one rank to another have the same order. All ranks run the collectives of
+      vocabulary shards in the same order.
     - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
       backward of a pair.
     - STEP and VALIDATE are in places that `check_post_validation` allows.
@@ -124,16 +126,14 @@ _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
 """The results that a stage must make once for each microbatch, in microbatch order."""
 
 
-def _makers(result: OpKind) -> tuple[OpKind, ...]:
-    makers = [kind for kind, facts in KINDS.items() if result in facts.makes]
-    return tuple(sorted(makers, key=lambda kind: len(KINDS[kind].makes), reverse=True))
-
-
 _MADE_IN_ORDER = {
     kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
 }
 """Kind of operation -> results of the operation that must be made in microbatch order."""
-_MAKERS = {result: _makers(result) for result in KINDS}
+_MAKERS = {
+    result: sorted((kind for kind in KINDS if result in KINDS[kind].makes), key=lambda kind: -len(KINDS[kind].makes))
+    for result in KINDS
+}
 """Result -> kinds of operations that make the result; kinds of operations that make several results come first."""
 
 
@@ -157,16 +157,13 @@ def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
     """The results that `chunk` of `rank` must make for every microbatch."""
-    placement = schedule.placement
-    places = {Place.SAME_STAGE}
-    if schedule.is_vocabulary_parallel and chunk == 0:
-        is_last = rank == placement.rank_of(placement.num_stages - 1)
-        places |= {Place.ALL_RANKS, *[Place.LAST_RANK] * is_last}
-    is_forward_only = schedule.kinds <= FORWARDS | COMMUNICATION
+    first, is_forward_only = Op(OpKind.F, 0, chunk), schedule.kinds <= FORWARDS | COMMUNICATION
     return [
         result
         for result in _IN_ORDER
-        if KINDS[result].runs_on in places and not (is_forward_only and KINDS[result].adds_gradient)
+        if (schedule.is_vocabulary_parallel or result not in VOCABULARY)
+        and is_at(schedule.placement, rank, first, KINDS[result].runs_on)
+        and not (is_forward_only and KINDS[result].adds_gradient)
     ]
 
 
@@ -258,12 +255,8 @@ def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 def _check_collectives(schedule: Schedule) -> None:
     """Check that all ranks run the collectives in the same order."""
-    if schedule.kinds.isdisjoint(COLLECTIVES):
-        return
     first, *others = ([op for op in ops if op.kind in COLLECTIVES] for ops in schedule.ops)
     for rank, collectives in enumerate(others, 1):
-        if collectives == first:
-            continue
         for expected, collective in zip(first, collectives, strict=True):
             if collective != expected:
                 raise schedule.invalid(
@@ -277,26 +270,18 @@ def _check_channels(schedule: Schedule) -> None:
     placement = schedule.placement
     received: dict[tuple[int, int], list[Op]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ops):
-        append = {}
-        for op in ops:
-            kind, _, chunk = op
-            if kind in RECEIVES:
-                if (kind, chunk) not in append:
-                    append[kind, chunk] = received[placement.peer_of(rank, op), rank].append
-                append[kind, chunk](op)
-    next_receives = {channel: iter(ops) for channel, ops in received.items()}
+        receives = [op for op in ops if op.kind in RECEIVES]
+        peers = per_kind(receives, partial(placement.peer_of, rank))
+        for receive in receives:
+            received[peers[receive.kind, receive.chunk], rank].append(receive)
+    next_receives = {channel: iter(receives) for channel, receives in received.items()}
     for source, ops in enumerate(schedule.ops):
-        receives = {}
-        for send in ops:
-            kind, microbatch, chunk = send
-            if kind not in SENDS:
-                continue
-            if (kind, chunk) not in receives:
-                destination, expected = other_end(placement, source, send)
-                receives[kind, chunk] = (destination, expected.kind, expected.chunk)
-            destination, expected_kind, expected_chunk = receives[kind, chunk]
+        sends = [op for op in ops if op.kind in SENDS]
+        ends = per_kind(sends, partial(other_end, placement, source))
+        for send in sends:
+            destination, expected = ends[send.kind, send.chunk]
             receive = next(next_receives[source, destination])
-            if receive != (expected_kind, microbatch, expected_chunk):
+            if receive != (expected.kind, send.microbatch, expected.chunk):
                 raise schedule.invalid(
                     f"rank {source} runs {send} where rank {destination} runs {receive}: "
                     f"the messages of a channel must have the same order at both ends",

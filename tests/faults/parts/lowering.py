@@ -8,10 +8,10 @@ FAULTS = (
     Fault(
         name="standstill-with-one-queue-not-raised",
         file="schedule/streams.py",
-        old="""        replay.run(HardwareQueues.MANY)  # if many queues deadlock too, their error is raised instead
+        old="""        run_on_streams(schedule, costs, HardwareQueues.MANY)
         raise
 """,
-        new="""        replay.run(HardwareQueues.MANY)  # if many queues deadlock too, their error is raised instead
+        new="""        run_on_streams(schedule, costs, HardwareQueues.MANY)
 """,
         effect=(
             "A given schedule with messages that stands still with CUDA_DEVICE_MAX_CONNECTIONS=1 is accepted, and "

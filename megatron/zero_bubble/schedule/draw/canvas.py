@@ -1,4 +1,4 @@
-"""The SVG elements of the drawings."""
+"""Functions that write the elements of an SVG drawing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def clean(words: str) -> str:
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "", kind: str = "") -> str:
     inner = f"<title>{clean(title)}</title></rect>" if title else "</rect>"
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-    return f'<rect{_class(kind)} {place} fill="{fill}">{inner}'
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<rect{attribute} {place} fill="{fill}">{inner}'
 
 
 def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start", fill: str = INK) -> str:
@@ -92,7 +93,3 @@ def document(width: float, height: float, elements: Iterable[str], style: str = 
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">\n<style>{_STYLE}{style}</style>\n'
         f'<rect width="100%" height="100%" fill="{PAPER}"/>\n{body}\n</svg>\n'
     )
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
-from megatron.zero_bubble.schedule.analysis import Steps, idle_ranks_over_time, memory_over_time
-from megatron.zero_bubble.schedule.graph import Node, arrivals, nodes_of
+from megatron.zero_bubble.schedule.analysis import Steps, idle_ranks_over_time, memory_over_time, messages
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.step_ops import operation_name
@@ -69,27 +69,15 @@ def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
     Each end of an arrow lies between the start and the end of an operation, so that viewers attach the arrow to the
     operation.
     """
-    schedule, placement = timeline.schedule, timeline.schedule.placement
-    made: dict[Node, tuple[int, TimedOp]] = {}
-    for rank, lane in enumerate(timeline.lanes):
-        for timed in lane:
-            if timed.op.kind not in POST_VALIDATION and timed.end > timed.start:
-                made |= dict.fromkeys(nodes_of(placement, rank, timed.op), (rank, timed))
-    number = 0
-    for rank, lane in enumerate(timeline.lanes):
-        for timed in lane:
-            if timed.op.kind in POST_VALIDATION or timed.end <= timed.start:
-                continue
-            for arrival in arrivals(schedule, rank, timed.op):
-                if arrival.is_reduced or arrival.node not in made:
-                    continue
-                sender, source = made[arrival.node]
-                number += 1
-                flow = {"cat": "message", "name": "message", "id": number, "pid": 0}
-                inside = float(source.start) + 0.99 * float(source.end - source.start)
-                yield {**flow, "ph": "s", "tid": sender, "ts": inside * microseconds}
-                inside = float(timed.start) + 0.01 * float(timed.end - timed.start)
-                yield {**flow, "ph": "f", "bp": "e", "tid": rank, "ts": inside * microseconds}
+    numbers = count(1)
+    for sender, source, receiver, user in messages(timeline):
+        if source.end == source.start or user.end == user.start:
+            continue
+        flow = {"cat": "message", "name": "message", "id": next(numbers), "pid": 0}
+        inside = float(source.start) + 0.99 * float(source.end - source.start)
+        yield {**flow, "ph": "s", "tid": sender, "ts": inside * microseconds}
+        inside = float(user.start) + 0.01 * float(user.end - user.start)
+        yield {**flow, "ph": "f", "bp": "e", "tid": receiver, "ts": inside * microseconds}
 
 
 def _counter(name: str, steps: Steps, microseconds: float) -> list[dict[str, Any]]:

@@ -94,16 +94,12 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has memory costs, unlike the timeline of a measured step without a profile."""
+        """Whether the timeline has memory costs; a measured timeline without a profile has none."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
-    def num_curves(self) -> int:
-        return 1 + self.has_memory
-
-    @property
     def height(self) -> float:
-        return self.curve_top(self.num_curves) - CURVE_GAP + 16
+        return self.curve_top(1 + self.has_memory) - CURVE_GAP + 16
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
@@ -183,8 +179,7 @@ class Options(TypedDict, total=False):
     width: int | None
     """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Time that the width of the drawing represents, at least the makespan; by default the makespan. Drawings with the
-    same width and duration have the same scale."""
+    """Time that the width represents, by default the makespan; equal widths and durations give equal scales."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:

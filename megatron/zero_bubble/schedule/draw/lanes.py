@@ -62,7 +62,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the background of a rank's row, the rank's name, and its idle time in percent with a tooltip of causes."""
+    """Yield the row of a rank: background, name, and idle time in percent with a tooltip of the causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -81,7 +81,8 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, SVG element) for every operation in a rank's row, except copies and operations of `_marks`."""
+    """Yield (microbatch, SVG element) for every operation in a rank's row, except copies and operations that `_marks`
+    draws."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     memory = timeline.memory_held(rank)
@@ -153,7 +154,7 @@ def _critical_path(drawing: Drawing) -> Iterator[str]:
 
 
 def _messages(drawing: Drawing) -> Iterator[str]:
-    """Yield the arrows of all messages; the pointer on an operation shows the arrows of the operation's microbatch."""
+    """Yield the arrows of all messages; hovering over an operation shows the arrows of its microbatch."""
     arrows: dict[int, list[str]] = defaultdict(list)
     for source, sent, destination, used in messages(drawing.timeline):
         start = drawing.x(sent.end), drawing.middle(source)

@@ -64,8 +64,8 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield vertical grid lines from the bottom of the ranks' rows through the curves, each with a time label."""
-    bottom = picture.curve_top(picture.num_curves - 1) + CURVE_HEIGHT
+    """Yield the vertical grid lines of the curves below the rows of ranks, each with its time."""
+    bottom = picture.curve_top(picture.has_memory) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
         yield line(x, picture.lanes_bottom, x, bottom)

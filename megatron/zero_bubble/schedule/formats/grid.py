@@ -3,8 +3,8 @@
 F, B, W and R take one time slot each, and BW (fused backward) takes two time slots. If a forward and a backward run as
 one operation (a pair), the backward takes the time slots of both operations. Cells of idle time slots are empty.
 Operations that take no time, such as STEP and D, have columns of their own between two time slots. If stages recompute
-activations in groups of layers, the first two lines of the CSV have another column with the number of groups of each
-stage. The grid contains no sends, receives or collectives; `lower` adds this communication again.
+activations in groups of layers, the first two lines of the CSV have an additional column with the number of groups of
+each stage. The grid contains no sends, receives or collectives; `lower` adds this communication again.
 """
 
 from __future__ import annotations

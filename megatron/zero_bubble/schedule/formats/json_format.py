@@ -16,7 +16,7 @@ Costs may have the optional fields of `StageCosts`: for recomputation (`time_r`,
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.zero_bubble.schedule.costs import OPTIONAL, StageCosts
@@ -27,22 +27,16 @@ VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
-"""Largest number of digits of an integer. No cost or count needs an integer of more than 60 digits, and every integer
-of 60 digits can be converted to a finite float."""
+"""Largest number of digits of an integer; an integer with at most 60 digits fits in a float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:
     """Write a schedule, lowered or not, as JSON with one line for each rank."""
-    placement = schedule.placement
     document = {
         "format": _SCHEDULE,
         "version": VERSION,
         "name": schedule.name,
-        "placement": {
-            "kind": placement.kind,
-            "num_ranks": placement.num_ranks,
-            "num_chunks": placement.num_chunks,
-        },
+        "placement": asdict(schedule.placement),
         "num_microbatches": schedule.num_microbatches,
         "ops": [" ".join(map(str, ops)) for ops in schedule.ops],
         **({"groups": list(schedule.groups)} if schedule.groups else {}),

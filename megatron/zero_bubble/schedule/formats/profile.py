@@ -38,10 +38,8 @@ class Profile:
     @property
     def inside_ranks(self) -> tuple[float, ...]:
         """Rank -> largest temporary memory of an operation in bytes; zeros if the run measured no temporary memory."""
-        ranks = range(self.placement.num_ranks)
-        if not self.inside:
-            return (0.0,) * len(ranks)
-        return tuple(max(self.inside[stage] for stage in self.placement.stages_of(rank)) for rank in ranks)
+        inside, ranks = self.inside or (0.0,) * self.placement.num_stages, range(self.placement.num_ranks)
+        return tuple(max(inside[stage] for stage in self.placement.stages_of(rank)) for rank in ranks)
 
     def check_fits(
         self, placement: Placement, model: Mapping[str, Setting], recompute: Recompute = Recompute.NONE

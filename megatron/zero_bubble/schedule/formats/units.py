@@ -1,10 +1,10 @@
-"""Costs of a model's units (embedding, layers, output) as JSON, written by trainings and read by `zero-bubble plan`."""
+"""JSON with the costs of a model's embedding, layers and output; jobs write this JSON, `zero-bubble plan` reads it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -46,12 +46,8 @@ def units_from_json(text: str) -> ModelCosts:
         raise ScheduleError(f"costs of units must be JSON: {error}") from None
     if not isinstance(document, dict):
         raise ScheduleError("costs of units must be an object with embedding, layers and output")
-    unknown = sorted(document.keys() - {"embedding", "layers", "output", "time_comm", "ties_output", *_MEASURED})
-    if unknown:
-        raise ScheduleError(f"costs of units have no entry {unknown[0]!r}")
-    for name in ("embedding", "layers", "output"):
-        if name not in document:
-            raise ScheduleError(f"costs of units lack {name!r}")
+    required = ("embedding", "layers", "output")
+    _check_entries("costs of units", document, required, (*required, "time_comm", "ties_output", *_MEASURED))
     layers = document["layers"]
     if not isinstance(layers, list) or not layers:
         raise ScheduleError(f"'layers' must be a list with the costs of every layer, got {json.dumps(layers)[:40]}")
@@ -72,12 +68,8 @@ def units_from_json(text: str) -> ModelCosts:
 def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     if not isinstance(entry, Mapping):
         raise ScheduleError(f"the costs of the {where} must be an object with time_f, time_b and time_w")
-    unknown = sorted(entry.keys() - set(_NAMES))
-    if unknown:
-        raise ScheduleError(f"the costs of the {where} have no entry {unknown[0]!r}: {', '.join(_NAMES)}")
-    for name in ("time_f", "time_b", "time_w"):
-        if name not in entry:
-            raise ScheduleError(f"the costs of the {where} lack {name!r}")
+    times = ("time_f", "time_b", "time_w")
+    _check_entries(f"the costs of the {where}", entry, times, _NAMES, f": {', '.join(_NAMES)}")
     costs = {
         name: _checked_number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE)
         for name, value in entry.items()
@@ -87,9 +79,20 @@ def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
             raise ScheduleError(
                 f"{part} of the {where} must be a part of {whole}, got {costs[part]:g} of {costs[whole]:g}"
             )
-    if is_layer and not all(costs[name] > 0 for name in ("time_f", "time_b", "time_w")):
+    if is_layer and not all(costs[name] > 0 for name in times):
         raise ScheduleError(f"the times of the {where} must be above zero")
     return UnitCosts(**costs)
+
+
+def _check_entries(
+    whose: str, entries: Mapping[str, Any], required: Sequence[str], known: Sequence[str], hint: str = ""
+) -> None:
+    unknown = sorted(entries.keys() - set(known))
+    if unknown:
+        raise ScheduleError(f"{whose} have no entry {unknown[0]!r}{hint}")
+    for name in required:
+        if name not in entries:
+            raise ScheduleError(f"{whose} lack {name!r}")
 
 
 def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:

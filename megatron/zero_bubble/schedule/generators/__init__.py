@@ -1,1 +1,1 @@
-"""Generators of the named schedules that need no costs: a file of pure functions for each family of schedules."""
+"""Generators of the named schedules that need no costs; each file generates one family of schedules."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.generators.one_f_one_b import with_warmups
+from megatron.zero_bubble.schedule.ir import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -17,7 +17,4 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches m.
     """
-    forwards = tuple(Op(OpKind.F, microbatch) for microbatch in range(num_microbatches))
-    backwards = tuple(Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches))
-    ops = (forwards + backwards,) * num_ranks
-    return Schedule("gpipe", Placement("linear", num_ranks), num_microbatches, ops)
+    return with_warmups("gpipe", num_microbatches, [num_microbatches] * num_ranks)

@@ -39,9 +39,9 @@ def interleaved_pairs(
 ) -> Schedule:
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the next backward
-    of the rank run as one pair (see `schedule.pairs`). The forward and the backward of a pair belong to different
-    microbatches or stages.
+    The warmup has one forward more than the warmup of interleaved 1F1B. In the steady state, each forward and the next
+    backward of the rank run as one pair (see `schedule.pairs`). The forward and the backward of a pair belong to
+    different microbatches or stages.
 
     Args:
         num_ranks: number of ranks p.
@@ -82,8 +82,7 @@ def interleaved_zb(
             fewer microbatches than there are ranks.
     """
     fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
-    ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))
-    return Schedule(fused.name, fused.placement, num_microbatches, ops)
+    return split_backward(fused, delay=2)
 
 
 def _interleaved(
@@ -97,25 +96,7 @@ def _interleaved(
 ) -> Schedule:
     if group_size is None:
         group_size = num_ranks
-    _check(name, num_ranks, num_microbatches, num_chunks, group_size)
-    forwards: list[Op] = []
-    backwards: list[Op] = []
-    for first in range(0, num_microbatches, group_size):
-        group = range(first, min(first + group_size, num_microbatches))
-        forwards += [Op(OpKind.F, microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
-        backwards += [Op(OpKind.BW, microbatch, chunk) for chunk in reversed(range(num_chunks)) for microbatch in group]
-    least = (num_chunks - 1) * group_size + has_pairs
-    warmups = [2 * (num_ranks - 1 - rank) + least for rank in range(num_ranks)]
-    ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
-    schedule = Schedule(name, Placement("interleaved", num_ranks, num_chunks), num_microbatches, ops)
-    if has_pairs:
-        in_turn = (max(0, len(forwards) - warmup) for warmup in warmups)
-        schedule = in_pairs(schedule, [frozenset(backwards[:number]) for number in in_turn])
-    return schedule
-
-
-def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:
-    """Check the conditions with which megatron-core prevents deadlocks; raise `ScheduleError` if any is broken."""
+    # The following conditions, with which megatron-core prevents deadlocks, hold for all interleaved schedules.
     if num_chunks < 2:
         raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
     if num_microbatches < num_ranks:
@@ -133,3 +114,17 @@ def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, gr
             f"schedule {name}: {num_microbatches} microbatches in groups of {group_size} leave a last group of {last}, "
             f"but a group needs at least {num_ranks}, one for every rank"
         )
+    forwards: list[Op] = []
+    backwards: list[Op] = []
+    for first in range(0, num_microbatches, group_size):
+        group = range(first, min(first + group_size, num_microbatches))
+        forwards += [Op(OpKind.F, microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
+        backwards += [Op(OpKind.BW, microbatch, chunk) for chunk in reversed(range(num_chunks)) for microbatch in group]
+    least = (num_chunks - 1) * group_size + has_pairs
+    warmups = [2 * (num_ranks - 1 - rank) + least for rank in range(num_ranks)]
+    ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
+    schedule = Schedule(name, Placement("interleaved", num_ranks, num_chunks), num_microbatches, ops)
+    if has_pairs:
+        in_turn = (max(0, len(forwards) - warmup) for warmup in warmups)
+        schedule = in_pairs(schedule, [frozenset(backwards[:number]) for number in in_turn])
+    return schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -18,10 +18,15 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches of an iteration.
     """
+    return with_warmups("1f1b", num_microbatches, reversed(range(num_ranks)))
+
+
+def with_warmups(name: str, num_microbatches: int, warmups: Iterable[int]) -> Schedule:
+    """Return a schedule with one chunk a rank, in which rank r runs `warmups[r]` F, then one F and one BW in turn."""
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
-    ops = tuple(alternate(forwards, backwards, num_ranks - 1 - rank) for rank in range(num_ranks))
-    return Schedule("1f1b", Placement("linear", num_ranks), num_microbatches, ops)
+    ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
+    return Schedule(name, Placement("linear", len(ops)), num_microbatches, ops)
 
 
 def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
-from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 
@@ -19,28 +19,30 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches of an iteration.
     """
-    fused = one_f_one_b(num_ranks, num_microbatches)
-    ops = tuple(split_backward(fused.ops[rank], delay=rank) for rank in range(num_ranks))
-    return Schedule("zb-h1", Placement("linear", num_ranks), num_microbatches, ops)
+    return replace(split_backward(one_f_one_b(num_ranks, num_microbatches), delay=1), name="zb-h1")
 
 
-def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
-    """Split every BW into a B at the same position and a W `delay` backwards later; the last W come at the end.
+def split_backward(schedule: Schedule, delay: int) -> Schedule:
+    """Split every BW into a B at the same position and a W; on rank r (from 0), W comes `delay` * r backwards later.
 
-    When the rank starts a forward, at most `delay` microbatches have completed B but not W.
+    The last W of a rank come at the end. When rank r starts a forward, at most `delay` * r microbatches have completed
+    B but not W.
 
     Args:
-        ops: operations of a rank, in order.
-        delay: number of backwards between a B and its W.
+        schedule: schedule with fused backwards (BW).
+        delay: number of backwards between a B and its W on rank 1.
     """
-    split: list[Op] = []
-    waiting: list[Op] = []
-    for op in ops:
-        if op.kind is not OpKind.BW:
-            split.append(op)
-            continue
-        split.append(Op(OpKind.B, op.microbatch, op.chunk))
-        waiting.append(Op(OpKind.W, op.microbatch, op.chunk))
-        if len(waiting) > delay:
-            split.append(waiting.pop(0))
-    return (*split, *waiting)
+    ranks = []
+    for rank, ops in enumerate(schedule.ops):
+        split: list[Op] = []
+        waiting: list[Op] = []
+        for op in ops:
+            if op.kind is not OpKind.BW:
+                split.append(op)
+                continue
+            split.append(op._replace(kind=OpKind.B))
+            waiting.append(op._replace(kind=OpKind.W))
+            if len(waiting) > delay * rank:
+                split.append(waiting.pop(0))
+        ranks.append((*split, *waiting))
+    return replace(schedule, ops=tuple(ranks))
