@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -49,7 +49,8 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
 def with_separate_backwards(schedule: Schedule) -> Schedule:
     """The schedule without communication, with a B and a W in place of each BW."""
     lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
-    ops = (tuple(part for op in lane for part in ([op] if op.kind is not OpKind.BW else _parts(op))) for lane in lanes)
+    parts = {OpKind.BW: KINDS[OpKind.BW].makes}
+    ops = (tuple(op._replace(kind=kind) for op in lane for kind in parts.get(op.kind, (op.kind,))) for lane in lanes)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops), schedule.groups)
 
 
@@ -62,15 +63,9 @@ def with_some_backwards_fused(schedule: Schedule) -> Schedule:
     joined = []
     for lane in apart.ops:
         followed = _followed_by_w(lane, schedule.num_microbatches)
-        of_chunks = [
-            [op for op in lane if op in followed and op.chunk == chunk] for chunk in range(schedule.num_chunks)
-        ]
+        of_chunks = ([op for op in lane if op in followed and op.chunk == c] for c in range(schedule.num_chunks))
         joined.append(frozenset(op for ops in of_chunks for op in ops[::2]))
     return replace(_joined(apart, joined), groups=schedule.groups)
-
-
-def _parts(op: Op) -> tuple[Op, Op]:
-    return op._replace(kind=OpKind.B), op._replace(kind=OpKind.W)
 
 
 def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:

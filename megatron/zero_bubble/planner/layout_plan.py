@@ -86,16 +86,14 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
-    capacity, schedule = request.capacity_of(layout), None
+    capacity = request.capacity_of(layout)
     try:
         fixed = fixed.within(limits_of(request, states, capacity))
         schedule = schedule_of(fixed)
     except Infeasible:
         if capacity is None or request.memory_limit is not None:
             raise
-    if schedule is None:
-        assert capacity is not None
-        raise _beyond_capacity(fixed, states, capacity)
+        raise _beyond_capacity(fixed, states, capacity) from None
     timeline = simulate(schedule, fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
 

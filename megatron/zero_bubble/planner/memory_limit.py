@@ -64,7 +64,7 @@ class MemoryLimit:
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
-        return self.multiple * max(self._peaks(placement)(placement, costs, num_microbatches, recompute))
+        return self.in_bytes(placement, costs, num_microbatches, None, recompute=recompute)
 
     def in_bytes(
         self,
@@ -86,18 +86,15 @@ class MemoryLimit:
             recompute: which microbatches have an R (recomputation).
         """
         if self.multiple is not None:
-            peaks = self._peaks(placement)(placement, costs, num_microbatches, recompute)
+            peaks_of: Callable[..., tuple[float, ...]] = one_f_one_b_peaks
+            if self.is_interleaved and placement.num_chunks > 1:
+                peaks_of = partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
+            peaks = peaks_of(placement, costs, num_microbatches, recompute)
             return self.multiple * max(map(add, peaks, inside or (0,) * len(peaks)))
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
         return free_bytes
-
-    def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """The function that computes each rank's peak memory; the memory limit is a multiple of the largest peak."""
-        if not self.is_interleaved or placement.num_chunks == 1:
-            return one_f_one_b_peaks
-        return partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
 
 
 def _positive(number: str, text: str) -> float:

@@ -18,7 +18,6 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, OpKind
 from megatron.zero_bubble.schedule.memory import memory_held, peak_memory
-from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
@@ -102,7 +101,7 @@ def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterat
     with copies is much slower than `shortest`, its copies are not placed again.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
-    without = _simulated(schedule.without_communication(), problem)
+    without = problem.simulated(schedule.without_communication())
     factor = slowdown(without, problem.spread, problem.time_between)
     for rule in RULES[:: ceil(len(RULES) / num_rules)]:
         timed = without
@@ -110,16 +109,12 @@ def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterat
             placed = with_copies(timed, problem, rule)
             if placed is None:
                 break
-            timed = _simulated(placed, problem)
+            timed = problem.simulated(placed)
             time, _ = problem.judged(factor * timed.cost, factor * timed.makespan)
             yield timed, time
             shortest = min(time, shortest)
             if time > shortest * _NEAR:
                 break
-
-
-def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
-    return simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
 
 
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
@@ -200,10 +195,8 @@ class _RankCopies:
         self._out = [costs.time_d[stage] for stage in stages]
         self._back = [costs.time_h[stage] for stage in stages]
         self._starts = [timed.start for timed in lane]
-        self._backward = {
-            (timed.op.microbatch, timed.op.chunk): k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS
-        }
-        fixed = {(timed.op.microbatch, timed.op.chunk) for timed in lane if timed.op.kind is OpKind.R}
+        self._backward = {timed.op[1:]: k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS}
+        fixed = {timed.op[1:] for timed in lane if timed.op.kind is OpKind.R}
         self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
         held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
@@ -223,7 +216,6 @@ class _RankCopies:
     def ops(self) -> tuple[Op, ...] | None:
         """Return the operations of the rank with copies; None if the rank exceeds its memory limit even with copies."""
         for k, ((op, _, end), change) in enumerate(zip(self._lane, self._changes, strict=True)):
-            key = op.microbatch, op.chunk
             if k in self._early:
                 continue
             if not self._bring_back(k) or (change > 0 and not self._make_room(change, k)):
@@ -232,8 +224,8 @@ class _RankCopies:
             if op.kind is OpKind.W:
                 self._weights.remove(k)
             self._memory += change
-            if op.kind is OpKind.F and key in self._movable:
-                self._keep(key, end)
+            if op.kind is OpKind.F and op[1:] in self._movable:
+                self._keep(op[1:], end)
         return tuple(self._placed)
 
     def _keep(self, key: _Key, end: float) -> None:

@@ -170,7 +170,7 @@ class _PairedRanks(EventLoop):
                 return weights[0], now
             f, f_ready = -1, inf
         if f >= 0 and b >= 0 and f_ready <= now and b_ready <= now:
-            return codes.end + f * self.num_stages + b - codes.b, now
+            return self.pair_of(f, b), now
         patience = policy.patience * self.duration[codes.b + stages[0]]
         if b >= 0 and b_ready <= now and f_ready > now + patience:
             return b, now
@@ -182,6 +182,15 @@ class _PairedRanks(EventLoop):
         if weights and self.fills(rank, now, max(now, ready), self.duration[weights[0]], policy.weights):
             return weights[0], now
         return -1, ready if ready > now else inf
+
+    def pair_of(self, f: int, b: int) -> int:
+        """The code of the pair of an F and a B."""
+        return self.codes.end + f * self.num_stages + b - self.codes.b
+
+    def parts_of(self, code: int) -> tuple[int, ...]:
+        """The codes of the F and the B of a pair; the code itself for other operations."""
+        forward, backward = divmod(code - self.codes.end, self.num_stages)
+        return (code,) if code < self.codes.end else (forward, self.codes.b + backward)
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
         """Code and start time of the operation of one kind that can start first; (-1, inf) if no start is known.
@@ -201,23 +210,23 @@ class _PairedRanks(EventLoop):
             super().start(code, rank, now, events)
             return
         codes, problem = self.codes, self.problem
-        forward, backward = divmod(code - codes.end, self.num_stages)
+        forward, b = self.parts_of(code)
+        backward = b - codes.b
         # A stage computes weight gradients in microbatch order.
-        in_order = self.done[codes.w + backward] == self.done[codes.b + backward]
+        in_order = self.done[codes.w + backward] == self.done[b]
         fuses = self.policy.fuses and in_order and _hides_weights(problem, forward, backward)
         kind = OpKind.PBW if fuses else OpKind.PB
         time = problem.costs.time_of_pair(forward, kind, backward)
-        microbatch = self.done[codes.b + backward]
-        self.paired[rank][Op(OpKind.B, microbatch, problem.placement.chunk_of(backward))] = kind
+        self.paired[rank][Op(OpKind.B, self.done[b], problem.placement.chunk_of(backward))] = kind
         if not self.has_started[rank]:
             self.has_started[rank], self.span_start[rank] = True, now - self.worked[rank]
-        self.orders[rank] += [forward, codes.b + backward]
+        self.orders[rank] += [forward, b]
         self.end[rank] = self.free[rank] = end = now + time
         self.worked[rank] += time
-        self.memory[rank] += self.allocation[forward] + self.allocation[codes.b + backward]
+        self.memory[rank] += self.allocation[forward] + self.allocation[b]
         heappush(events, (end, rank))
         self.note_results(forward, rank, end, events)
-        self.note_results(codes.b + backward, rank, end, events)
+        self.note_results(b, rank, end, events)
         weight = codes.w + backward
         self.offer_weight(weight, rank)
         if fuses:
@@ -237,30 +246,18 @@ class _OrderedRanks(_PairedRanks):
 
     def _code(self, rank: int, together: tuple[Op, ...]) -> int:
         stages = self.problem.stages_of[rank]
-        first = self.codes.b if together[0].kind is OpKind.B else self.codes.f
-        if len(together) == 1:
-            return first + stages[together[0].chunk]
-        forward, backward = together
-        return self.codes.end + stages[forward.chunk] * self.num_stages + stages[backward.chunk]
+        codes = [stages[op.chunk] + self.codes.b * (op.kind is OpKind.B) for op in together]
+        return self.pair_of(*codes) if len(codes) == 2 else codes[0]
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         weights, queue = self.weights[rank], self._queues[rank]
         if not queue:
             return (weights[0], now) if weights else (-1, inf)
-        code = queue[-1]
-        codes, alone = self.codes, code < self.codes.end
-        forward, backward = (code, code) if alone else divmod(code - codes.end, self.num_stages)
-        parts = (code,) if alone else (forward, codes.b + backward)
+        first, *_ = parts = self.parts_of(queue[-1])
         ready = max(self.next_arrival(part, now) for part in parts)
-        is_full = forward < codes.b and self.memory[rank] + self.allocation[forward] > self.limits[rank]
-        if weights and (is_full or (ready > now and self._fills(rank, now, ready))):
-            return weights[0], now
-        return (code, now) if ready <= now else (-1, ready)
-
-    def _fills(self, rank: int, now: float, ready: float) -> bool:
-        return self.fills(rank, now, ready, self.duration[self.weights[rank][0]], self.policy.weights)
-
-    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
-        if self._queues[rank] and code == self._queues[rank][-1]:
-            self._queues[rank].pop()
-        super().start(code, rank, now, events)
+        is_full = first < self.codes.b and self.memory[rank] + self.allocation[first] > self.limits[rank]
+        if weights:
+            fills = ready > now and self.fills(rank, now, ready, self.duration[weights[0]], self.policy.weights)
+            if is_full or fills:
+                return weights[0], now
+        return (queue.pop(), now) if ready <= now else (-1, ready)

@@ -31,17 +31,13 @@ NUM_CHECKED = 24
 """Number of the most regular periods whose peak memory is compared with the memory limits."""
 
 
-def is_long(placement: Placement, num_microbatches: int) -> bool:
-    """Whether a schedule has more than `LONG` operations, so that it is extended from a shorter schedule."""
-    return 3 * placement.num_stages * num_microbatches > LONG
-
-
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield microbatch counts of shorter schedules: `num_microbatches` minus a multiple of the number of ranks."""
-    if not is_long(placement, num_microbatches):
-        return
-    p = placement.num_ranks
-    for multiple in WARMUPS:
+    """Yield numbers of microbatches of shorter schedules that can be extended to `num_microbatches`.
+
+    No number is yielded for a schedule of at most `LONG` operations.
+    """
+    p, is_long = placement.num_ranks, 3 * placement.num_stages * num_microbatches > LONG
+    for multiple in WARMUPS if is_long else ():
         fewer = multiple * p + num_microbatches % p
         if 2 * fewer <= num_microbatches:
             yield fewer

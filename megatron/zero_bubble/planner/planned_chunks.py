@@ -11,7 +11,7 @@ from statistics import median
 
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups, warmup_length
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
+from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.errors import ScheduleError
@@ -76,7 +76,7 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
-        candidates, shortest = portfolio.schedules(problem), portfolio.cost
+        candidates, shortest = portfolio.schedules, portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         # With `Recompute.PLANNED` a plan without R that fits in memory was already compared with the named schedules.
         is_compared = problem.recompute is Recompute.PLANNED and problem.keeping_everything().is_feasible
@@ -106,17 +106,15 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
 
 def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
     """Plan orders within feasible limits and return the best plans; `group_size` is as in `best_in_groups`."""
-    portfolio = Portfolio(problem, budget_of(problem))
+    portfolio = Portfolio(problem)
     if group_size is None:
-        _try(portfolio, problem, _choices_of_groups(problem))
+        _try(portfolio, _choices_of_groups(problem))
+        portfolio.ensure_plan()
     else:
         given = range(0, problem.num_microbatches, group_size)
-        _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
-    if group_size is None:
-        portfolio.ensure_plan(problem)
-    if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size))
-    portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)
+        _try(portfolio, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
+    portfolio.insert_shards(lambda without: plan_chunks(without, group_size))
+    portfolio.improve(problem.budget, keeps_forwards=group_size is not None)
     return portfolio
 
 
@@ -130,11 +128,8 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
         return [(m,)]
-    wholes = [footprint.whole for footprint in problem.footprints]
-    in_flight = min(
-        limit / max(1e-9 * limit, whole)
-        for limit, whole in zip(problem.limits, problem.placement.sums(wholes), strict=True)
-    )
+    memory = zip(problem.limits, problem.whole_memory, strict=True)
+    in_flight = min(limit / max(1e-9 * limit, whole) for limit, whole in memory)
     most = min(p, m)
     size = round(max(1, min(most, max((v * in_flight - p) / (v - 1), 0.75 * in_flight))))
     step = 1 + size // 8
@@ -143,24 +138,23 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     return list(dict.fromkeys(even_groups(m, size) for size in sizes))
 
 
-def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
+def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
     """Plan with the given tuples of group sizes, the most promising first, and add the best plans to `portfolio`."""
+    problem = portfolio.problem
     if problem.recomputes:
         for groups in choices[:3]:
-            _try_alternating(portfolio, problem, groups, ALL_RULES)
+            _try_alternating(portfolio, groups, ALL_RULES)
         if problem.recompute is Recompute.PLANNED:
             if problem.budget > 0:
-                portfolio.fit(problem, plan_chunks)
-            portfolio.drop_into_idle_time(problem)
+                portfolio.fit(plan_chunks)
+            portfolio.drop_into_idle_time()
         return
     tried = [(portfolio.run(InGroups(problem, choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
     if _filling_slope(problem) >= 1:  # with less memory F and B do not alternate strictly
-        _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
+        _try_alternating(portfolio, usual if usual in choices else choices[0], ALL_RULES[:1])
     elif problem.placement.num_chunks == 1:
-        for in_flight in _sloped(problem):
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, choices[0], most_ahead=in_flight))
+        portfolio.run_all(InGroups(problem, choices[0], most_ahead=most) for most in _sloped(problem))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         # While no plan fits, more group sizes are tried, because one microbatch at a time is several times as slow.
@@ -170,13 +164,10 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         if not any(cost > FAR * portfolio.cost and _is_beyond(groups, others, choices[0]) for cost, others in tried):
             tried.append((portfolio.run(InGroups(problem, groups)), groups))
     for _, groups in sorted(tried)[:2]:
-        for weights, forwards in RULES:
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, groups, weights, forwards))
-        _try_alternating(portfolio, problem, groups, ALL_RULES)
-        for ahead, weights in product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER)):
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, groups, weights, most_ahead=ahead))
+        portfolio.run_all(InGroups(problem, groups, weights, forwards) for weights, forwards in RULES)
+        _try_alternating(portfolio, groups, ALL_RULES)
+        limits = product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER))
+        portfolio.run_all(InGroups(problem, groups, weights, most_ahead=most) for most, weights in limits)
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
@@ -203,8 +194,7 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 def _filling_slope(problem: Problem) -> float:
     """Difference between the warmups of successive ranks, in numbers of F, with which rank 0 fills its memory."""
-    chunks = problem.placement.num_chunks
-    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
+    each = problem.whole_memory[0] / problem.placement.num_chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
 
 
@@ -229,7 +219,9 @@ def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 
 
-def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
-    for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem)):
-        if not portfolio.finished:
-            portfolio.run(InOrder(problem, alternating_orders(problem, groups, slope), rule, keeping))
+def _try_alternating(portfolio: Portfolio, groups: Groups, rules: Sequence[GapRule]) -> None:
+    problem = portfolio.problem
+    portfolio.run_all(
+        InOrder(problem, alternating_orders(problem, groups, slope), rule, keeping)
+        for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem))
+    )

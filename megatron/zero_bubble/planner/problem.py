@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from math import ceil
-from operator import add
+from operator import add, sub
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.codes import Codes
-from megatron.zero_bubble.planner.footprint import Footprint, peak_of_one_microbatch
-from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, tolerance
+from megatron.zero_bubble.planner.footprint import Footprint
+from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, are_within, tolerance
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
-from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 LONG = 30_000
 """Number of operations above which a planning problem is long. For a long problem, few candidates are tried, no local
@@ -65,12 +69,28 @@ class Problem:
             time_between=request.time_between if request.effort > DRAFT_EFFORT else 0.0,
         )
 
+    @classmethod
+    def solved_by(
+        cls, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool, takes_makespan: bool
+    ) -> Problem:
+        """The problem of timing a given schedule under the given costs, without room for other plans in memory."""
+        return cls(
+            schedule.placement,
+            schedule.num_microbatches,
+            in_groups(costs, schedule.groups),
+            (0.0,) * schedule.num_ranks,
+            overlap_communication,
+            takes_makespan=takes_makespan,
+        )
+
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Simulate a schedule with the costs of the problem."""
+        return simulate(schedule, self.costs, overlap_communication=self.overlap_communication)
+
     @property
     def is_feasible(self) -> bool:
         """Whether a schedule with separate B and W fits in the memory limits."""
-        return all(
-            limit >= least - tolerance(least) for limit, least in zip(self.limits, self.smallest_limits, strict=True)
-        )
+        return are_within(self.smallest_limits, self.limits)
 
     def check_feasible(self) -> None:
         """Check that a schedule with separate B and W fits in the memory limits.
@@ -112,6 +132,14 @@ class Problem:
         """The time by which plans are compared, and the time that decides between equally fast plans."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
+    def judged_spans(self, starts: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
+        """The times of `judged`, from the start and the end of the span of every rank."""
+        return self.judged(max(map(sub, ends, starts)), max(ends) - self.first_start(starts))
+
+    def first_start(self, starts: Sequence[float]) -> float:
+        """Start of the makespan; `starts` has the start of the span of every rank."""
+        return 0.0 if self.has_shards else min(starts)
+
     @property
     def varies(self) -> bool:
         """Whether durations vary, so that plans are compared by their expected times."""
@@ -149,24 +177,15 @@ class Problem:
         return Codes.of(self.num_stages)
 
     @cached_property
-    def collective(self) -> float:
-        """Time of a collective over all ranks."""
-        return collective_time(self.costs)
-
-    @cached_property
     def delay(self) -> float:
         """Least time between F and B of the last stage: with vocabulary shards the time of softmax and loss, else 0."""
         return shortest_delay(self.costs) if self.has_shards else 0.0
 
     @cached_property
-    def interval(self) -> float:
-        """Time of all operations of one microbatch on the busiest rank."""
-        return max(self.work) / self.num_microbatches
-
-    @cached_property
     def num_delayed(self) -> int:
         """Number of additional microbatches in flight on a rank, because the last stage waits for softmax and loss."""
-        return ceil(self.delay / self.interval - 1e-9)
+        interval = max(self.work) / self.num_microbatches
+        return ceil(self.delay / interval - 1e-9)
 
     @property
     def recomputes(self) -> bool:
@@ -205,7 +224,7 @@ class Problem:
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
         """Dependencies within a microbatch, as `Codes.links` returns them."""
-        return self.codes.links(self.rank_of, self.message, self.collective if self.has_shards else None)
+        return self.codes.links(self.rank_of, self.message, collective_time(self.costs) if self.has_shards else None)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -244,6 +263,11 @@ class Problem:
         """Stage -> memory of a microbatch on the stage."""
         return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
 
+    @property
+    def whole_memory(self) -> tuple[float, ...]:
+        """Rank -> memory of one microbatch with all activations on all stages of the rank."""
+        return self.placement.sums([footprint.whole for footprint in self.footprints])
+
     @cached_property
     def allocation(self) -> tuple[float, ...]:
         """Code of an operation -> allocated memory (positive; F, R and S only) or released memory (negative)."""
@@ -267,7 +291,7 @@ class Problem:
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
             for s in range(self.num_stages)
         ]
-        return tuple(self.num_microbatches * sum(times[s] for s in stages) for stages in self.stages_of)
+        return tuple(self.num_microbatches * time for time in self.placement.sums(times))
 
     @cached_property
     def bound_if_fused(self) -> float:
@@ -292,18 +316,21 @@ class Problem:
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> smallest peak memory of any schedule with separate B and W: the peak with one microbatch at a time.
-
-        Between the last F and the first B of a microbatch on a rank, this microbatch is in flight in all stages of the
-        rank. With recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the
-        activations that R recomputes.
-        """
+        """Rank -> smallest peak memory of schedules with separate B and W, reached with one microbatch at a time."""
         smallest = []
         for stages in self.stages_of:
             footprints = [self.footprints[s] for s in stages]
-            of_others = (self.num_microbatches - 1) * sum(each.after_w for each in footprints)
-            peak = peak_of_one_microbatch(footprints, recomputes=self.recomputes)
-            smallest.append(peak + self.costs.memory_s[stages[0]] + of_others)
+            after_w = sum(each.after_w for each in footprints)
+            peak = sum(each.whole for each in footprints)
+            if self.recomputes:
+                # One stage of the rank has all activations. Earlier stages lack the activations that R recomputes.
+                peak = max(
+                    sum(each.dropped for each in footprints[:i])
+                    + here.whole
+                    + sum(each.after_w for each in footprints[i + 1 :])
+                    for i, here in enumerate(footprints)
+                )
+            smallest.append(peak + self.costs.memory_s[stages[0]] + (self.num_microbatches - 1) * after_w)
         return tuple(smallest)
 
     def without_shards(self) -> Problem:
@@ -311,8 +338,5 @@ class Problem:
 
         The time of the operations on vocabulary shards is added to W.
         """
-        limits = tuple(
-            limit - sum(self.footprints[s].whole for s in stages)
-            for limit, stages in zip(self.limits, self.stages_of, strict=True)
-        )
+        limits = tuple(map(sub, self.limits, self.whole_memory))
         return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)

@@ -231,6 +231,11 @@ def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
     return tuple(map(add, limits, added))
 
 
+def are_within(amounts: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether no amount exceeds its limit by more than a rounding error."""
+    return all(amount - tolerance(amount) <= limit for amount, limit in zip(amounts, limits, strict=True))
+
+
 def tolerance(amount: float) -> float:
     """The largest difference between two values near `amount` that counts as a rounding error."""
     return 1e-9 * abs(amount)

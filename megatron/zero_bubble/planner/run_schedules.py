@@ -107,10 +107,6 @@ class RunSchedules:
         """Return a copy in which `shared` also contains `schedule`, a schedule that all ranks have received."""
         return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
 
-    def is_shared(self, num_microbatches: int) -> bool:
-        """Whether all ranks have received a schedule for this number of microbatches."""
-        return num_microbatches in self.shared
-
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches, lowered and validated.
 

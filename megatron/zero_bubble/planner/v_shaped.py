@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import islice, product
 from operator import add, sub
 from random import Random
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.orders import schedule_of_orders
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, is_draft
+from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, is_draft
 from megatron.zero_bubble.planner.preference import ByPriority
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.costs import SMALLEST
-from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
@@ -61,7 +61,7 @@ def best_in_v(problem: Problem) -> Schedule:
     beside_b = _with_r_beside_b(problem)
     if not beside_b:
         problem.check_feasible()
-    candidates = _search(problem).schedules(problem) if problem.is_feasible else []
+    candidates = _search(problem).schedules if problem.is_feasible else []
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # When F starts, the planner already reserves the memory that B adds, so that few microbatches fit. If W
         # follows B at once, B and W together add less memory.
@@ -88,7 +88,7 @@ def _search(problem: Problem) -> Portfolio:
     `GapRule`, and then list scheduling. The order that runs one microbatch at a time always fits in memory, but can
     take several times as long as other orders.
     """
-    portfolio = Portfolio(problem, budget_of(problem))
+    portfolio = Portfolio(problem)
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
     tried: list[_Tried] = []
     for block in _blocks(problem):
@@ -106,17 +106,16 @@ def _search(problem: Problem) -> Portfolio:
             for block, rule in product(_sparse_blocks(problem), GapRule):
                 if portfolio.cost > portfolio.aim:
                     portfolio.run(InOrder(problem, repeated(problem, block), rule))
-    portfolio.ensure_plan(problem)
-    if portfolio.cost > portfolio.bound * (1 + WORTH_VARYING) and not problem.is_long:
-        _vary(portfolio, problem, tried)
+    portfolio.ensure_plan()
+    if portfolio.cost > problem.bound * (1 + WORTH_VARYING) and not problem.is_long:
+        _vary(portfolio, tried)
     if problem.recompute is Recompute.PLANNED:
-        portfolio.drop_into_idle_time(problem)
-        portfolio.fit(problem, _search)
-    if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, _search)
+        portfolio.drop_into_idle_time()
+        portfolio.fit(_search)
+    portfolio.insert_shards(_search)
     if problem.budget > 0:
         least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
-        portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
+        portfolio.improve(int(max(problem.budget, least)))
     return portfolio
 
 
@@ -129,8 +128,9 @@ class _Tried(NamedTuple):
     keeping: Keeping
 
 
-def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
+def _vary(portfolio: Portfolio, tried: Sequence[_Tried]) -> None:
     """Try random building blocks, and random changes of the best building blocks."""
+    problem = portfolio.problem
     generator, in_flight = Random(problem.num_ops), _max_in_flight(problem)
     best = sorted(tried, key=lambda plan: plan.cost)[:NUM_VARIED]
     for number in range(NUM_VARIATIONS if best else 0):
@@ -170,12 +170,11 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     if not with_fused.is_feasible:
         return None
     schedule = schedule_of_orders(with_fused, _search(with_fused).best.orders)
-    without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
-    return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
-
-
-def _and_its_w(op: Op) -> tuple[Op, ...]:
-    return (op, op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
+    kinds = {OpKind.B: (OpKind.B, OpKind.W), OpKind.W: ()}
+    ops = (
+        tuple(op._replace(kind=kind) for op in lane for kind in kinds.get(op.kind, (op.kind,))) for lane in schedule.ops
+    )
+    return replace(schedule, ops=tuple(ops))
 
 
 def _max_in_flight(problem: Problem) -> float:
@@ -195,14 +194,11 @@ def _max_in_flight(problem: Problem) -> float:
     return min(fitting, default=problem.num_ranks)
 
 
-def _blocks(problem: Problem) -> Iterator[Block | None]:
-    """Yield the building blocks to repeat, the most promising first; None stands for the order of ZB-V."""
-    p, in_flight = problem.num_ranks, _max_in_flight(problem)
-    if in_flight >= p:
-        yield None
-    yield from published_blocks(problem, in_flight)
-    if in_flight < p:
-        yield None
+def _blocks(problem: Problem) -> list[Block | None]:
+    """The building blocks to repeat, the most promising first; None stands for the order of ZB-V."""
+    in_flight = _max_in_flight(problem)
+    blocks = list(published_blocks(problem, in_flight))
+    return [None, *blocks] if in_flight >= problem.num_ranks else [*blocks, None]
 
 
 def _sparse_blocks(problem: Problem) -> Iterator[Block]:
