@@ -87,9 +87,8 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    If `a` and `k` are the first stages of two ranks, with `k` >= `a`, the time from the first F to the last B of stage
-    `a` is at least the sum of three times: the path of an F from `a` to `k`, the time from the first F to the last B of
-    the rank of `k`, and the path of a B from `k` to `a`.
+    The path goes forward from stage `a` to a later stage `k`, through the operations of the rank of `k` from its first
+    F to its last B, and backward from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -178,7 +177,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; `inf` disables the memory bounds, if operations release more than they allocate."""
+        """The memory limit of the rank; infinity if the operations of a stage release more than they allocate."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -206,7 +205,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Length of the path through the rank's last F, a lower bound on the time from the first F to the last B's end.
+        """Lower bound on the time from the first F to the end of the last B of the rank, for a path through the last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
         of that F passes through the last stage and back. With recomputation, `window_of_last_f` is zero.

@@ -98,9 +98,9 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def keeping(self, code: int) -> int:
-        """The code of the F that keeps its activations if `code` is an F that drops them, otherwise `code`."""
+        """Convert the code of an F that drops its activations to the code of a plain F; keep other codes unchanged."""
         return code - self.drop if self.drop <= code < self.e else code
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """Return only the F and B of all ranks' orders; every F keeps its activations."""
+        """Return the orders of all ranks with only F and B; in the returned orders every F keeps its activations."""
         return [[code for code in map(self.keeping, order) if code < self.w] for order in orders]

@@ -28,7 +28,7 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops the activations of one microbatch and stage after another until the rank is within its memory limit.
+    Each rank drops the activations of one microbatch and stage at a time, until the rank is within its memory limit.
     A rank chooses among the activations that are in memory at its first operation above the limit. The rank drops the
     activations that free the most memory, summed over all operations above the limit.
 

@@ -69,7 +69,7 @@ def with_some_backwards_fused(schedule: Schedule) -> Schedule:
 
 
 def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
-    """All B that are directly followed by the W of the same stage and microbatch, except the last microbatch."""
+    """All B that are directly followed by the W of the same stage and microbatch, except B of the last microbatch."""
     return frozenset(
         op
         for op, after in pairwise(lane)

@@ -144,12 +144,9 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.
+        """Whether the F `f` fits in memory beside the remaining F of the oldest microbatch that has F left on the rank.
 
-        The oldest unfinished microbatch is the first microbatch that has not passed through all chunks of the rank.
-        Memory for the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could
-        take this memory. Microbatches before the oldest unfinished microbatch need no reserved memory, because they
-        have no F left on this rank.
+        Memory for these remaining F is reserved, because later microbatches could take this memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

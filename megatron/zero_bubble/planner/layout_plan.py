@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         request: the request for this layout alone, with the costs of its stages.
-        layout: placement, partition, recomputation and vocabulary.
+        layout: placement, partition, recomputation and vocabulary parallelism.
         timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
         activations: rank -> peak memory of activations; None if the peak memory of `timeline` applies.
@@ -101,9 +101,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
-    The `smallest_limit` of an error depends on the memory limits of the request. To find a capacity that is enough for
-    every rank, the function plans the layout again with almost no memory for activations. With almost no memory,
-    planning fails, and the error's `smallest_limit` is the memory that the activations need.
+    Planning the layout with almost no memory for activations fails with an error whose `smallest_limit` is the memory
+    that the activations need.
     """
     enough = max(states)
     try:

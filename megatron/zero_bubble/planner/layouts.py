@@ -1,4 +1,4 @@
-"""Searches for the best layout of a model: placement, chunks, partition, recomputation and vocabulary."""
+"""Searches for the best layout of a model: placement, chunks, partition, recomputation and vocabulary shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROMISING_PARTITION = 1.02
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
-    """All placements that the search tries by default.
+    """All placements that `search_layouts` tries by default.
 
     Args:
         num_ranks: pipeline ranks.
@@ -64,21 +64,21 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
     """Search for the best layout of a model, and plan its schedule.
 
-    First, the search plans combinations of placement, recomputation and vocabulary with little effort, in the order of
-    their lower bounds, until every remaining bound exceeds the best plan's time. Numbers of chunks per rank above four
-    are tried in rising order until the plan gets no faster. Second, single layers of the best layouts are moved to
-    other stages while the plan gets faster. Third, the best layouts are planned in rounds, each with more effort than
-    the previous round.
+    First, the search plans combinations of placement, recomputation and vocabulary parallelism with little effort, in
+    the order of their lower bounds, until the lower bounds of all other combinations exceed the best plan's time.
+    Numbers of chunks per rank above four are tried in rising order until the plan gets no faster. Second, single layers
+    of the best layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned in
+    rounds, each with more effort than the previous round.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
-            layout is faster by the factor `SIMPLER` than `request.usual`, under the planned schedule and under
-            megatron-core's own schedule.
+            layout is faster by the factor `SIMPLER`. The time of the layout `request.usual` is the shorter of its times
+            under the planned schedule and under megatron-core's own schedule.
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
         The plan of the chosen layout, whose `others` are the best plans with other combinations of placement,
-        recomputation and vocabulary.
+        recomputation and vocabulary parallelism.
 
     Raises:
         Infeasible: no layout fits in memory. The error's `smallest_limit` is the smallest limit in which a layout fits.
@@ -125,7 +125,7 @@ class _Search:
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The `count` best plans with different placements or vocabularies, up to `factor` times the shortest time.
+        """The `count` best plans of different placements or vocabulary parallelism, up to `factor` times the best time.
 
         In small problems, plans that differ only in recomputation count as different. The plan of the layout
         `request.usual` is left out if other plans exist.
@@ -157,7 +157,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`, by simulated time if `plan` is a draft, otherwise by expected time."""
+        """Whether `plan` is faster than `known`; the times are simulated times if `plan` is made with little effort."""
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -192,7 +192,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations with recomputation, in the order of their planned times with unlimited memory."""
+        """Plan combinations of placement and vocabulary parallelism with recomputation, the most promising first."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -222,7 +222,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Best planned time with unlimited memory; infinity, to skip recomputation, if memory hardly saves time."""
+        """Best planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -285,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, the fast plans among the best of each combination and of the usual layout."""
+        """All plans; if durations vary, only the best plan of each `Layout.combination`, with its expected time."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

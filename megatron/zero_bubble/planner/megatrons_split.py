@@ -40,7 +40,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     """Two plans of the layout `request.usual`: with the request's schedule, and with megatron-core's own schedule.
 
     Args:
-        request: a request with a usual layout.
+        request: a request whose field `usual` is not None.
         chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
             the layout `request.usual`, that plan is returned as the plan with the request's schedule.
 
@@ -119,7 +119,8 @@ def capacity_of_multiple(
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank.
-            Otherwise, `multiple` refers to 1F1B with one chunk a rank and the numbers of layers per rank of `layout`.
+            If `is_interleaved` is false, `multiple` refers to 1F1B with one chunk a rank, which has the layers of all
+            chunks of the rank in `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.

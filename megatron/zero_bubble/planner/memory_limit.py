@@ -152,11 +152,11 @@ def interleaved_peaks(
     pairs: bool = False,
     group_size: int | None = None,
 ) -> tuple[float, ...]:
-    """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`, with or without pairs.
+    """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`.
 
-    The number of microbatches is rounded up to a multiple of `group_size`, the number of microbatches that pass through
-    a chunk before the next chunk's turn. By default `group_size` is the number of ranks, because megatron-core requires
-    a multiple of the number of ranks.
+    With `pairs`, interleaved 1F1B runs a forward and a backward as one operation. The number of microbatches is rounded
+    up to a multiple of `group_size`, the number of microbatches that pass through a chunk before the next chunk's turn.
+    By default `group_size` is the number of ranks, as in megatron-core.
     """
     p, size = placement.num_ranks, group_size or placement.num_ranks
     # With more than three groups of at least p microbatches the peaks stay the same, apart from `memory_left`.

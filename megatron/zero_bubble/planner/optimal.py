@@ -40,7 +40,7 @@ _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule, and a lower bound on the longest span of a rank in any schedule."""
+    """A schedule of an instance, and a lower bound on the longest span of a rank in any schedule of the instance."""
 
     schedule: Schedule
     cost: float

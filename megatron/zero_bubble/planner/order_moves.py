@@ -209,7 +209,7 @@ class _Repair:
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Place the next W that can run before the next operation; return False if no W can."""
+        """Place the next W that can run before the next operation; return False if there is no such W."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):

@@ -1,4 +1,4 @@
-"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready or will be soon."""
+"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready or will soon be ready."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory: `apart`, or a planned or published schedule with pairs.
+    """The fastest schedule that fits in memory, among `apart` and schedules with pairs of a forward and a backward.
 
     Args:
         name: name of the returned schedule.
@@ -118,7 +118,7 @@ def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
 
 
 def _named(problem: Problem) -> Iterator[Schedule]:
-    """Yield the published schedule with pairs for the placement, if such a schedule exists."""
+    """Yield DualPipe-V for a V-shaped placement, or interleaved 1F1B with pairs for an interleaved placement."""
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     try:
         if placement.kind == "v" and placement.num_chunks == 2:

@@ -181,7 +181,7 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key of partitions: the most even first; if equally even, the fewest layers in early stages first."""
+    """Sort key that puts the most even partition first; of two, the partition with fewer layers in early stages."""
     return sum(number * number for number in partition), partition
 
 

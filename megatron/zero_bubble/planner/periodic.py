@@ -99,7 +99,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of operations between those of the period that are not in the period, per operation of the period."""
+        """Number of operations that run during the period but do not belong to it, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 

@@ -50,7 +50,7 @@ Groups = tuple[int, ...]
 
 
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
-    """Plan a schedule; return the best schedule that fits in memory, either the plan or a named schedule.
+    """Return the best schedule that fits in memory, among planned schedules and named schedules such as 1F1B.
 
     A named schedule with a fused B and W can be faster than the plan, because the planner keeps B and W apart, and
     reserves the memory that B adds as soon as F or R starts.
@@ -171,7 +171,7 @@ def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
-    """Whether the groups differ in size from `first` by more than `others`, in the same direction."""
+    """Whether `groups` are larger than `others` and `others` larger than `first`, or both smaller."""
     return max(groups) < max(others) < max(first) or max(groups) > max(others) > max(first)
 
 

@@ -223,12 +223,12 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
-    candidate without R is taken at once if unlimited memory would not make this candidate faster. In a draft, the
-    candidate with an R for each microbatch is left out.
+    candidate without R is taken at once if unlimited memory would not make this candidate faster. With a small budget
+    (see `is_draft`), the candidate with an R for each microbatch is left out.
 
     Args:
         problem: the problem to plan.
-        best: function that plans a problem in which the recomputation is given.
+        best: function that returns the best schedule that it finds for a problem.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.

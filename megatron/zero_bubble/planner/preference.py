@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 class ByPriority(EventLoop):
     """A scheduling policy without recomputation that runs the ready F or B with the highest priority.
 
-    A W runs in idle gaps, and before an F that lacks memory that the W releases.
+    A W runs in idle gaps, and before an F for which the W has to release memory.
 
     Args:
         problem: a problem with a V-shaped placement and without recomputation.

@@ -73,7 +73,7 @@ class Problem:
     def solved_by(
         cls, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool, takes_makespan: bool
     ) -> Problem:
-        """The problem of timing a given schedule under the given costs, without room for other plans in memory."""
+        """A problem with the placement and microbatches of a schedule, to simulate it with the given costs."""
         return cls(
             schedule.placement,
             schedule.num_microbatches,
@@ -133,7 +133,7 @@ class Problem:
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
     def judged_spans(self, starts: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
-        """The times of `judged`, from the start and the end of the span of every rank."""
+        """The two times of the method `judged`, computed from the start and the end of the span of every rank."""
         return self.judged(max(map(sub, ends, starts)), max(ends) - self.first_start(starts))
 
     def first_start(self, starts: Sequence[float]) -> float:
@@ -211,7 +211,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
+        """Two tuples, by stage s, for messages between stages s and s + 1: latencies, and times that occupy ranks."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)
@@ -248,7 +248,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code of an operation -> time to receive its input, if receiving occupies the rank, and compute its result."""
+        """Code of an operation -> time to compute its result and, if receiving occupies the rank, receive its input."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))

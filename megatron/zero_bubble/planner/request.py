@@ -30,7 +30,7 @@ Limits = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of a model: placement, partition, recomputation and vocabulary."""
+    """A layout of a model: placement, partition, recomputation and vocabulary parallelism."""
 
     placement: Placement
     partition: Partition
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def combination(self) -> Layout:
-        """The layout without its partition: placement, recomputation and vocabulary."""
+        """The layout without its partition: placement, recomputation and vocabulary parallelism."""
         return replace(self, partition=())
 
     @property
@@ -147,7 +147,7 @@ class PlanRequest:
         return self.costs
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the placement, partition and vocabulary of a layout are among the choices of the request."""
+        """Whether the placement, partition and vocabulary parallelism of a layout are choices of the request."""
         return (
             layout.placement in self.placements
             and self.partition in (None, layout.partition)
