@@ -21,9 +21,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try for the times in which F and B pass from one end of the pipeline to the other end. For chunk 0, the
-fraction is the time in which F passes through all ranks, divided by the sum of the times of F and B. For chunk 1, the
-fraction is the time in which B passes through all ranks, divided by the sum of the times of F and B."""
+"""Fractions to try: time of F of chunk 0, and of B of chunk 1, through all ranks, divided by the time of F and B."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import floor, inf
 from operator import sub
 
+from megatron.zero_bubble.planner.request import limits_of_ranks
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -67,11 +68,7 @@ def lower_bounds(
             f"the placement has {placement.num_stages} stages, but the costs are for {costs.num_stages}"
         )
     costs = costs.with_cheapest_weight_gradients
-    if memory_limit is None:
-        memory_limit = inf
-    limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * placement.num_ranks
-    if len(limits) != placement.num_ranks:
-        raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {placement.num_ranks} ranks")
+    limits = limits_of_ranks(inf if memory_limit is None else memory_limit, placement.num_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"a lower bound needs at least one microbatch, got {num_microbatches}")
     path = _Path(placement, costs, recompute)

@@ -45,8 +45,7 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
         return time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
 
     close = [plan for plan in ordered if is_close(plan)]
-    as_usual = [plan for plan in close if plan.layout == usual]
-    chosen = as_usual[0] if as_usual else min(close, key=lambda plan: plan.layout.complexity)
+    chosen = min(close, key=lambda plan: (plan.layout != usual, plan.layout.complexity))
     others = {plan.layout.combination: plan for plan in reversed(ordered)}
     others.pop(chosen.layout.combination)
     return replace(chosen, others=tuple(sorted(others.values(), key=lambda plan: plan.time)))
@@ -61,12 +60,12 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.layout if plan.layout == usual else plan.layout.combination, []).append(plan)
-    return [_most_even(group) for group in groups.values()]
-
-
-def _most_even(plans: Sequence[Plan]) -> Plan:
-    longest = min(plan.time for plan in plans) * ALIKE
-    return min((plan for plan in plans if plan.time <= longest), key=lambda plan: unevenness(plan.layout.partition))
+    best = []
+    for group in groups.values():
+        longest = min(plan.time for plan in group) * ALIKE
+        alike = (plan for plan in group if plan.time <= longest)
+        best.append(min(alike, key=lambda plan: unevenness(plan.layout.partition)))
+    return best
 
 
 def named_after_schedule(plan: Plan) -> Plan:

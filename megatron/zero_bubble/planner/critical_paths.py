@@ -50,8 +50,7 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> start time of the rank's span, multiplied by -1. If plans are compared by their makespan, every rank
-        has the same value: the start time of the makespan, multiplied by -1."""
+        """Rank -> start time of its span, or of the makespan if plans are compared by makespan, multiplied by -1."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 

@@ -54,9 +54,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of the rank's operations. The total time includes an R for each microbatch whose
-        activations have been dropped. Under full recomputation, the total time includes an R for every microbatch on
-        all stages but the last."""
+        """Rank -> total time of its operations, with every R that has become known (see `Problem.work`)."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -84,8 +82,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of due losses and due operations on the rank's vocabulary shard. An operation is due if the
-        arrival time of its inputs is known, and it has neither run nor entered `weights`."""
+        """Rank -> losses and shard operations with known arrivals that have not run or entered `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []

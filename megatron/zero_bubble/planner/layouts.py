@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -40,11 +40,9 @@ COMPARED = 1.5
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = DRAFT_EFFORT
-"""Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
-shards and collectives are slower than messages. With less effort, the planned step can be 20% slower."""
+"""Effort of the first plan of a layout with vocabulary shards, if collectives are slower than messages."""
 EFFORT_FOR_RECOMPUTING = 3_000
-"""Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
-an effort of zero the planned step can be 20% slower."""
+"""Effort of the first plan of a layout with planned recomputation, in a small problem."""
 PROMISING_PARTITION = 1.02
 """A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
 
@@ -90,7 +88,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         search.try_first(request.usual)
     search.plan_combinations()
     if not search.plans:
-        search.plan_refused()
+        for layout in search.tried:
+            search.try_plan(layout, request.effort)
     if not search.plans:
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
@@ -120,9 +119,18 @@ class _Search:
         """Layout -> the largest effort with which the layout has been planned."""
 
     @property
+    def tried(self) -> list[Layout]:
+        """All layouts that the search has tried to plan."""
+        return list(self._efforts)
+
+    @property
     def best_time(self) -> float:
         """The shortest time of all plans; infinity before the first plan."""
-        return min((plan.time for plan in self.plans.values()), default=inf)
+        return self.time_of(self.plans)
+
+    def time_of(self, layouts: Iterable[Layout]) -> float:
+        """The shortest time of the plans of the given layouts; infinity if none of the layouts has a plan."""
+        return min((self.plans[layout].time for layout in layouts if layout in self.plans), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
         """The `count` best plans of different placements or vocabulary parallelism, up to `factor` times the best time.
@@ -198,10 +206,10 @@ class _Search:
         for time, layouts in sorted(promising, key=itemgetter(0)):
             if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
                 return
-            tried = self._first_layouts(replace(layouts[0], partition=(), recompute=recompute))
-            recomputing = [plan.time for layout in tried if (plan := self.try_first(layout)) is not None]
-            keeping = [self.plans[layout].time for layout in layouts if layout in self.plans]
-            gains = min(recomputing, default=inf) < min(keeping, default=inf) * (1 - 1e-9)
+            tried = list(self._first_layouts(replace(layouts[0], partition=(), recompute=recompute)))
+            for layout in tried:
+                self.try_first(layout)
+            gains = self.time_of(tried) < self.time_of(layouts) * (1 - 1e-9)
             num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
@@ -213,9 +221,10 @@ class _Search:
             # `choose` prefers fewer chunks unless more chunks are faster by the factor `SIMPLER`.
             if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
                 break
-            plans = [plan for layout in layouts if (plan := self.try_first(layout)) is not None]
+            for layout in layouts:
+                self.try_first(layout)
             planned[combination] = layouts
-            time = min((plan.time for plan in plans), default=inf)
+            time = self.time_of(layouts)
             if time > shortest / GAIN:
                 break
             shortest = time
@@ -223,14 +232,14 @@ class _Search:
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
         """Best planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
-        plans = [self.plans[layout] for layout in layouts if layout in self.plans]
-        layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
+        layout = min(layouts, key=lambda layout: self.time_of([layout]))
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
         except ScheduleError:  # no schedule exists for the layout, however large the memory
             return inf
-        return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
+        planned = self.time_of([layout])
+        return inf if planned < inf and time > planned / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with the request's partition or, without one, with balanced and even partitions."""
@@ -278,11 +287,6 @@ class _Search:
         usual = self.plans.get(self.request.usual) if self.request.usual is not None else None
         if usual is not None and usual.time <= self.best_time * PROMISING**2:
             self.try_plan(usual.layout, self.request.effort)
-
-    def plan_refused(self) -> None:
-        """Plan again, with full effort, every layout for which no plan was found."""
-        for layout in [layout for layout in self._efforts if layout not in self.plans]:
-            self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
         """All plans; if durations vary, only the best plan of each `Layout.combination`, with its expected time."""

@@ -22,8 +22,7 @@ TENURE = 12
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""A search in a small problem restarts after a number of moves without a better plan: the number of operations of the
-problem, divided by `OPERATIONS_PER_MOVE`."""
+"""In a small problem the search restarts after `num_ops / OPERATIONS_PER_MOVE` moves without a better plan."""
 ATTEMPTS = 3
 """Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
 RESTARTS = 8

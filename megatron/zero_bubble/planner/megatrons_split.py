@@ -89,10 +89,10 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 def time_of_usual(request: PlanRequest) -> float:
     """Time of megatron-core's own schedule in the layout `request.usual`; infinity if no schedule exists or fits."""
-    try:
-        return inf if request.usual is None else as_megatron_runs(request, request.usual).time
-    except ScheduleError:
-        return inf
+    with suppress(ScheduleError):
+        if request.usual is not None:
+            return as_megatron_runs(request, request.usual).time
+    return inf
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:

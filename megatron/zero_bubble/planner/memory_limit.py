@@ -30,13 +30,11 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers to the peak memory of interleaved 1F1B if a rank has v > 1 chunks. With groups of p
-    microbatches, the peak memory of interleaved 1F1B is (p + (p-1)/v) M_B."""
+    """Whether `multiple` refers to interleaved 1F1B, whose peak is (p + (p-1)/v) M_B, if a rank has v > 1 chunks."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
-    """Number of microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; by default the
-    number of ranks."""
+    """Microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; p by default."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:

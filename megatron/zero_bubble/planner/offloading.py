@@ -25,11 +25,9 @@ _STEP = 2**0.5
 _MOST_LIMITS = 5
 """Largest number of memory limits, above the problem's limit, under which schedules without copies are planned."""
 _ROUNDS = 3
-"""Number of rounds in which copies to the host are placed in a schedule. Each round uses simulated times of the
-schedule that the previous round has returned."""
+"""Rounds in which copies are placed in a schedule, each with simulated times of the previous round's schedule."""
 _NEAR = 1.05
-"""A further round places the copies to the host again only if the schedule of the round before takes at most this
-factor times as long as the fastest schedule so far."""
+"""Copies are placed again if the schedule takes at most this factor times as long as the fastest schedule so far."""
 
 _LEAST_RULES = 3
 """Smallest number of rules (see `CopyRule`) that are tried, for a schedule of any size."""

@@ -33,8 +33,7 @@ TOLERANCE = 5e-4
 LONGEST = 2**40
 """Largest sum of the time steps of all operations, well below the largest integer of the solver, 2**63."""
 MAX_OPERATIONS = 1_000
-"""Largest number of F, B and W of an instance, over all stages. In an instance with more than `MAX_OPERATIONS`
-operations, the solver does not even find the schedule that it gets as a hint."""
+"""Largest number of F, B and W; in larger instances the solver does not even find the schedule of its hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 
 

@@ -9,7 +9,7 @@ weight gradients run earlier or, with planned recomputation, a microbatch drops 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -20,8 +20,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations that the search tries to move out of a stretch of the critical path at each end of the stretch.
-A `Stretch` is a sequence of operations that one rank runs without idle time."""
+"""Number of operations that are tried at each end of a stretch of the critical path (see the top of this file)."""
 HORIZON = 200
 """Number of operations after an operation above the memory limit among which a repair searches for a W or B."""
 
@@ -86,23 +85,17 @@ class OrderMoves:
 
     def fitting(self, move: Move) -> Iterator[Move]:
         """Yield the move if the rank's memory stays within its limit; otherwise yield repaired moves that fit."""
-        if self._fits(move):
-            moves = [move]
-        else:
+        moves: Iterable[Move | None] = [move]
+        if not self._fits(move):
             first_drops = (False, True) if self.may_drop else (False,)
-            repaired = (_Repair(self, move, drops_first=drops_first).move() for drops_first in first_drops)
-            moves = [each for each in repaired if each is not None]
-        yield from filter(self._keeps_recomputation, moves)
+            moves = (_Repair(self, move, drops_first=drops_first).move() for drops_first in first_drops)
+        yield from (each for each in moves if each is not None and self._keeps_recomputation(each))
 
     def _fits(self, move: Move) -> bool:
-        memory, limit, allocation = self.memory_before(move), self.limits[move.rank], self.graph.allocation
+        memory, allocation = self.memory_before(move), self.graph.allocation
         # If the move removes an R, the first operation is its F, which then allocates the memory of the R, too.
         memory += allocation[move.moved] if move.removes_r else 0
-        for op in move.part:
-            memory += allocation[op]
-            if memory > limit:
-                return False
-        return True
+        return max(accumulate((allocation[op] for op in move.part), initial=memory)) <= self.limits[move.rank]
 
     def memory_before(self, move: Move) -> float:
         """Memory of the move's rank before the first operation that the move replaces."""
@@ -183,8 +176,7 @@ class _Repair:
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
-        """Number of the F that drops its activations before the move and keeps them after the move; None without such
-        an F."""
+        """The F that drops its activations before, and keeps them after the move; None without such an F."""
         self._new_drops: set[int] = set()
         """Numbers of the F that keep their activations before the move and drop them after the move."""
         self._num_microbatches = moves.problem.num_microbatches

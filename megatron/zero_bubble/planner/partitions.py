@@ -19,8 +19,7 @@ STAGES_WEIGHT = 0.2
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
-"""Partitions with times that differ by at most this factor count as equally good. The most even of equally good
-partitions is taken, so that two measurements of the same costs lead to the same partition."""
+"""Factor between the times of partitions up to which measurement errors decide; the most even partition is taken."""
 
 
 class Balance:
@@ -214,11 +213,8 @@ def _improved(
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
             # Most moves make the partition worse; one value of `Balance.order` is enough to refuse such a move.
-            worse = balance.excess(changed) > best[0] if best[0] > 0 else balance.time(changed) > best[1]
-            if worse:
-                continue
-            order = balance.order(changed)
-            if _is_less(order, best):
+            is_worse = balance.excess(changed) > best[0] if best[0] > 0 else balance.time(changed) > best[1]
+            if not is_worse and _is_less(order := balance.order(changed), best):
                 partition, best, improved = changed, order, True
     return partition
 
@@ -239,15 +235,10 @@ def moves_from(
         if partition[giver] > least[giver]:
             for taker in range(len(partition)):
                 if taker != giver and (not within_rank or rank_of[taker] == rank_of[giver]):
-                    yield moved(partition, giver, taker)
-
-
-def moved(partition: Partition, giver: int, taker: int) -> Partition:
-    """Return the partition after one layer has moved from stage `giver` to stage `taker`."""
-    changed = list(partition)
-    changed[giver] -= 1
-    changed[taker] += 1
-    return tuple(changed)
+                    moved = list(partition)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    yield tuple(moved)
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:

@@ -19,8 +19,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Ratios of microbatches to ranks to try for the shorter schedule that is extended. Already with four times as many
-microbatches as ranks, most ranks reach the steady state long before their last microbatch."""
+"""Ratios of microbatches to ranks to try for the shorter schedule; with 4, most ranks reach the steady state."""
 MOST_DISPLACED = 0.1
 """A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16

@@ -32,18 +32,15 @@ RULES = (
     (GapRule.BALANCED, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Pairs of rules, for gaps shorter than a W and for gaps shorter than an F, to try for the two best group sizes. All
-group sizes are first tried with the default rules of `InGroups`."""
+"""Rules to try for the two best group sizes: for gaps shorter than a W, and for gaps shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Fractions to try for the decrease of the number of microbatches in flight from the first rank to the last rank. With
-a fraction of 1, the number of microbatches in flight decreases to one on the last rank."""
+"""Fractions to try for the decrease of microbatches in flight over the ranks; with 1 they decrease to one."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
 FAR = 1.25
-"""If the plan for a group size takes more than this factor times as long as the best plan, group sizes that are even
-further from the first group size are not tried."""
+"""Group sizes further from the first size than one whose plan takes this factor times the best time are skipped."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""

@@ -27,11 +27,9 @@ from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, wit
 NUM_PLANS = 3
 """Number of the best plans on which the local search spends most of its budget."""
 MOST_PLANS = 25
-"""Largest number of plans that are kept. From a few best plans, the local search often ends in the same plan; further
-plans lead the local search to different results."""
+"""Largest number of plans that are kept, because local searches from a few best plans often end in the same plan."""
 FEW_MOVES = 40
-"""Least number of moves by which the local search tries to improve every kept plan, before the local search continues
-with only the `NUM_PLANS` best plans."""
+"""Least number of moves of the local search on every plan, before it continues with the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2
@@ -41,8 +39,7 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the problem's budget for a search without vocabulary shards, into whose plans operations on vocabulary
-shards are inserted."""
+"""Divisor of the budget for a search without vocabulary shards, into whose plans shard operations are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 

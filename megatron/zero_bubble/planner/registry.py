@@ -43,8 +43,7 @@ class Entry:
     takes_limit: bool = False
     """Whether a request can set any memory limit for the schedule; otherwise the schedule has a fixed limit."""
     takes_placement: bool = False
-    """Whether a request can set any kind of placement for the schedule; otherwise the schedule has a fixed
-    placement."""
+    """Whether a request can set any kind of placement; otherwise the schedule has a fixed placement."""
     is_slow: bool = False
     """Whether planning takes seconds to minutes, so that commands make the schedule only if the user names it."""
     has_pairs: bool = False
@@ -68,17 +67,17 @@ class Entry:
         return self.takes_placement or self.placement == "interleaved"
 
 
-def _simple(generator: Callable[[int, int], Schedule]) -> Callable[[PlanRequest], Schedule]:
-    return lambda request: generator(request.num_ranks, request.num_microbatches)
+def _generated(
+    name: str, summary: str, kind: PlacementKind, generator: Callable[..., Schedule], **facts: bool
+) -> Entry:
+    """An entry for a schedule whose order of operations does not depend on costs."""
 
+    def make(request: PlanRequest) -> Schedule:
+        options = {"num_chunks": request.placement.num_chunks, "group_size": request.group_size}
+        chosen = options if kind == "interleaved" else {}
+        return generator(request.num_ranks, request.num_microbatches, **chosen)
 
-def _interleaved(generator: Callable[..., Schedule]) -> Callable[[PlanRequest], Schedule]:
-    return lambda request: generator(
-        request.num_ranks,
-        request.num_microbatches,
-        num_chunks=request.placement.num_chunks,
-        group_size=request.group_size,
-    )
+    return Entry(name, summary, kind, make, **facts)
 
 
 def _planned(
@@ -89,30 +88,30 @@ def _planned(
 
 
 _ENTRIES = (
-    Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", _simple(gpipe)),
-    Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", _simple(one_f_one_b)),
-    Entry(
+    _generated("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", gpipe),
+    _generated("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", one_f_one_b),
+    _generated(
         "interleaved-1f1b",
         "megatron-core's, v chunks a rank: bubble (p-1)(F+B+W)/v, memory (p+(p-1)/v) M_B",
         "interleaved",
-        _interleaved(interleaved_1f1b),
+        interleaved_1f1b,
     ),
-    Entry(
+    _generated(
         "interleaved-pairs",
         "megatron-core's with the messages between experts overlapped: a forward and a backward run as one",
         "interleaved",
-        _interleaved(interleaved_pairs),
+        interleaved_pairs,
         has_pairs=True,
     ),
-    Entry(
+    _generated(
         "dualpipe-v",
         "DeepSeek's, placed in a V: a forward and a backward run as one, memory (p + 1/2) M_B",
         "v",
-        _simple(dualpipe_v),
+        dualpipe_v,
         has_pairs=True,
     ),
-    Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", _simple(zb_h1)),
-    Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", _simple(zb_h2)),
+    _generated("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", zb_h1),
+    _generated("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", zb_h2),
     _planned("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", partial(limits_of_multiple, 1)),
     _planned(
         "zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", partial(limits_of_multiple, 2)
@@ -156,11 +155,11 @@ _ENTRIES = (
         partial(limits_in_v, lambda p: p / 3 + 1),
         takes_limit=True,
     ),
-    Entry(
+    _generated(
         "interleaved-zb",
         "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
         "interleaved",
-        _interleaved(interleaved_zb),
+        interleaved_zb,
     ),
 )
 ENTRIES: MappingProxyType[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})

@@ -9,9 +9,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
-"""Several groups of layers are tried only for a rank whose memory is too small for `SHORT` microbatches with all
-activations. A rank with memory for two microbatches recomputes the second microbatch before the backward of the first
-microbatch."""
+"""Several groups of layers are tried on ranks with memory for less than this number of whole microbatches."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""

@@ -27,23 +27,18 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""The budget of the local search, in planned operations, is at least this number times the number of operations in the
-schedule. If the effort of the request is below the default effort, the smallest budget of the local search is reduced
-in proportion to the effort."""
+"""Least budget of the local search per operation of the schedule, for the default effort; proportional to effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Pairs (share, decrease) for limits on the number of microbatches in flight in chunk 0. The limit of rank 0 is `share`
-times the number of microbatches whose activations of chunk 0 alone fit in memory. From each rank to the next rank, the
-limit falls by `decrease`."""
+"""Pairs (share, decrease): chunk 0 of rank 0 may have `share` times the microbatches in flight that fit in memory, and
+each next rank `decrease` fewer."""
 NUM_SPARSE = 4
-"""Number of building blocks to try for each number of microbatches in flight that leaves memory (see
-`_sparse_blocks`)."""
+"""Number of building blocks to try for each number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
-"""Largest number of random and varied building blocks that a search tries. A search tries fewer building blocks if its
-budget of operations is spent, or if a plan reaches the target cost."""
+"""Largest number of random and varied building blocks that a search tries."""
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
