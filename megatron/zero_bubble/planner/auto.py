@@ -58,7 +58,7 @@ def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
-    """Memory limits of the ranks: `factor` times the memory of p microbatches, for p ranks with one stage each.
+    """Memory limits of p ranks with one stage each: the product of `factor` and the memory of p microbatches.
 
     The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before
     its B. With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.

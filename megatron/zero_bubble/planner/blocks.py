@@ -1,8 +1,8 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-A building block is the path of one microbatch in four legs: F of chunk 0 from the first rank to the last rank, F of
-chunk 1 back to the first rank, B of chunk 1 to the last rank, and B of chunk 0 back to the first rank. In each leg (F
-or B of one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
+A building block is the path of one microbatch in four legs: to the last rank in F of chunk 0, back to the first rank
+in F of chunk 1, to the last rank in B of chunk 1, and back to the first rank in B of chunk 0. In each leg (F or B of
+one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that recomputation of a microbatch adds to a rank: R or, without R, idle time between F and B."""
+        """Least time that recomputation of a microbatch adds to a rank, by R or by idle time between F and B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 

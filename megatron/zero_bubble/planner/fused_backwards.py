@@ -19,10 +19,10 @@ _PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
 def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     """Join a B and the W right after it into a BW, if a fused backward saves time.
 
-    A BW delays the gradient for which the previous stage waits. The function compares three schedules: no B and W are
-    joined; every B is joined with the W right after it; or a B and a W are joined only if their BW ends before the
-    previous stage starts its B. The B and W of the last microbatch stay apart, because replicas reduce gradients during
-    the last W.
+    A BW delays the gradient for which the previous stage waits. The function compares three schedules: the first joins
+    no B and W, the second joins every B with the W right after it, and the third joins a B and a W only if their BW
+    ends before the previous stage starts its B. The B and W of the last microbatch stay apart, because replicas reduce
+    gradients during the last W.
 
     Args:
         schedule: a planned schedule without communication.
@@ -81,18 +81,17 @@ def _unhurried(timeline: Timeline) -> list[set[Op]]:
     """Rank -> all B for which a BW delays no other stage: the BW ends before the previous stage starts its B."""
     placement, costs = timeline.schedule.placement, timeline.costs
     messages = costs.messages(placement)
-    backwards = [
-        (rank, placement.stage_of(rank, timed.op.chunk), timed)
+    backwards = {
+        (placement.stage_of(rank, timed.op.chunk), timed.op.microbatch): timed
         for rank, lane in enumerate(timeline.lanes)
         for timed in lane
         if timed.op.kind in (OpKind.B, OpKind.BW)
-    ]
-    starts = {(stage, timed.op.microbatch): timed.start for _, stage, timed in backwards}
+    }
     unhurried: list[set[Op]] = [set() for _ in timeline.lanes]
-    for rank, stage, (op, _, end) in backwards:
+    for (stage, microbatch), (op, _, end) in backwards.items():
         end += costs.time_w[stage] - costs.saved_bw[stage]
-        if stage == 0 or end + messages[stage - 1] <= starts[stage - 1, op.microbatch]:
-            unhurried[rank].add(op)
+        if stage == 0 or end + messages[stage - 1] <= backwards[stage - 1, microbatch].start:
+            unhurried[placement.rank_of(stage)].add(op)
     return unhurried
 
 

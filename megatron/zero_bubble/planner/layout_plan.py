@@ -127,7 +127,7 @@ def pairs_in(request: PlanRequest, layout: Layout) -> bool:
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units in this layout, with vocabulary shards if the layout has them."""
+    """The costs of the model's units in a layout, with vocabulary shards if the layout has vocabulary shards."""
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 

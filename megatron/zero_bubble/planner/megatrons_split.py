@@ -58,7 +58,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
 
 def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
-    """The request for megatron-core's own schedule in the same layout; None if megatron-core has no such schedule.
+    """The given request with megatron-core's own schedule for its layout; None if megatron-core has no schedule.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -119,8 +119,7 @@ def capacity_of_multiple(
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank.
-            If `is_interleaved` is false, `multiple` refers to 1F1B with one chunk a rank, which has the layers of all
-            chunks of the rank in `layout`.
+            If `is_interleaved` is false, `multiple` refers to 1F1B with one chunk a rank and the same layers per rank.
 
     Returns:
         The memory capacity, in the unit of the costs.

@@ -157,11 +157,10 @@ class _Step:
         self._durations = [[each.duration[code] for each in self._problems] for code in codes]
         self._latencies = [[each.latency[code] for each in self._problems] for code in codes]
         self._fused = [
-            (stage, op.microbatch)
+            (schedule.placement.stage_of(rank, op.chunk), op.microbatch)
             for rank, ops in enumerate(schedule.ops)
             for op in ops
             if len(KINDS[op.kind].makes) > 1
-            for stage in (schedule.placement.stage_of(rank, op.chunk),)
         ]
         """(stage, place) of each operation that fuses B and W; its input gradient is ready only at the end of W."""
 

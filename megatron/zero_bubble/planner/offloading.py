@@ -181,7 +181,7 @@ class _Kept(NamedTuple):
 
 
 class _RankCopies:
-    """Inserts copies into the order of one rank."""
+    """Inserts copies of activations to the host and back into the order of one rank."""
 
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule

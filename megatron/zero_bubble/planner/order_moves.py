@@ -26,7 +26,7 @@ HORIZON = 200
 
 
 class Move(NamedTuple):
-    """A change of the order of one rank: `part` replaces the operations from position `first` up to position `end`."""
+    """A change of the order of one rank, in which `part` replaces the operations from position `first` up to `end`."""
 
     rank: int
     moved: int

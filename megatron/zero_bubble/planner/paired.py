@@ -72,7 +72,7 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try: False, and also True if W takes less time in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try; True is tried only if W takes less time in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 

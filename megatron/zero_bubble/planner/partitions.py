@@ -84,12 +84,12 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times)."""
+        """Sort key of partitions, the best first: memory beyond `room`, then time, then unevenness of end times."""
         ends = self._ends(partition, self._work.of_stages(partition))
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
-        """Time by which partitions are compared: `estimate`, increased if stages differ in work or ranks in memory.
+        """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
 
         The weights of differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
@@ -148,7 +148,7 @@ class Balance:
 
 
 def _unevenness(values: Sequence[float]) -> float:
-    """The mean of the squares divided by the square of the mean: 1 if all values are equal."""
+    """The mean of the squared values divided by the square of their mean; 1 if all values are equal."""
     total = sum(values)
     return len(values) * sum(map(mul, values, values)) / total**2 if total > 0 else 1
 

@@ -98,7 +98,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of operations that run during the period but do not belong to it, per operation of the period."""
+        """Displaced operations, which run during the period without belonging to it, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 

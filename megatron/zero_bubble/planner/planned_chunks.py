@@ -168,7 +168,7 @@ def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
-    """Whether `groups` are larger than `others` and `others` larger than `first`, or both smaller."""
+    """Whether the group sizes `first`, `others` and `groups` rise in this order or fall in this order."""
     return max(groups) < max(others) < max(first) or max(groups) > max(others) > max(first)
 
 

@@ -34,7 +34,7 @@ class MegatronsTime:
     is_same_layout: bool = False
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The time of the step for new costs: `milliseconds` times the work with the new costs, divided by `work`."""
+        """The time of the step for new costs, if it changes in proportion to the time of F, B and W."""
         return self.milliseconds * work_of_stages(costs) / self.work
 
 

@@ -17,7 +17,7 @@ class ByPriority(EventLoop):
 
     Args:
         problem: a problem with a V-shaped placement and without recomputation.
-        priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
+        priorities: the names F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
         leads: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F of chunk 0
             to its B of chunk 0.
     """

@@ -73,7 +73,7 @@ class Problem:
     def solved_by(
         cls, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool, takes_makespan: bool
     ) -> Problem:
-        """A problem with the placement and microbatches of a schedule, to simulate it with the given costs."""
+        """A problem in which the given schedule can be simulated with the given costs."""
         return cls(
             schedule.placement,
             schedule.num_microbatches,
@@ -223,7 +223,7 @@ class Problem:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
-        """Dependencies within a microbatch, as `Codes.links` returns them."""
+        """Dependencies between the operations of one microbatch (see `Codes.links`)."""
         return self.codes.links(self.rank_of, self.message, collective_time(self.costs) if self.has_shards else None)
 
     @cached_property

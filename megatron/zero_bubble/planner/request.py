@@ -45,9 +45,10 @@ class Layout:
 
     @property
     def complexity(self) -> tuple[int, int, int, int, int]:
-        """Sort key, the simplest layout first: (vocabulary shards, chunks a rank, recomputation, V, stage sizes).
+        """Sort key that puts the simplest layout first.
 
-        A V-shaped placement counts as less simple, because megatron-core has no schedule for a V-shaped placement.
+        A layout without vocabulary shards, with few chunks and without recomputation is simple. A V-shaped placement
+        makes a layout less simple, because megatron-core has no schedule for a V-shaped placement.
         """
         sizes, is_v = len(set(self.partition)), self.placement.kind == "v"
         recomputes = self.recompute is not Recompute.NONE
