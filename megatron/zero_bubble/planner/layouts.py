@@ -88,7 +88,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         search.try_first(request.usual)
     search.plan_combinations()
     if not search.plans:
-        for layout in search.tried:
+        for layout in list(search.efforts):
             search.try_plan(layout, request.effort)
     if not search.plans:
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
@@ -115,13 +115,8 @@ class _Search:
         self._report = report
         self.plans: dict[Layout, Plan] = {}
         self.refused: list[ScheduleError] = []
-        self._efforts: dict[Layout, int] = {}
+        self.efforts: dict[Layout, int] = {}
         """Layout -> the largest effort with which the layout has been planned."""
-
-    @property
-    def tried(self) -> list[Layout]:
-        """All layouts that the search has tried to plan."""
-        return list(self._efforts)
 
     @property
     def best_time(self) -> float:
@@ -150,9 +145,9 @@ class _Search:
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
         """Plan a layout, unless it was planned with at least `effort` before; return the layout's best plan or None."""
-        if self._efforts.get(layout, -1) < effort:
-            self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
-            self._efforts[layout] = effort
+        if self.efforts.get(layout, -1) < effort:
+            self._report(f"{len(self.efforts)} layouts planned, the best takes {self.best_time:.6g}")
+            self.efforts[layout] = effort
             try:
                 plan = plan_layout(replace(self.request, effort=effort), layout)
             except ScheduleError as error:

@@ -179,7 +179,6 @@ class _Repair:
         """The F that drops its activations before, and keeps them after the move; None without such an F."""
         self._new_drops: set[int] = set()
         """Numbers of the F that keep their activations before the move and drop them after the move."""
-        self._num_microbatches = moves.problem.num_microbatches
         self._b, self._w, self._r = moves.b, moves.w, moves.r
         repairs = [self._place_weight_gradient, self._drop]
         self._repairs = repairs[::-1] if drops_first else repairs[: 1 + moves.may_drop]
@@ -218,7 +217,7 @@ class _Repair:
         The repair drops the activations with the shortest critical path through their R. Of several activations with
         paths of equal length, the repair drops the activations with the latest backward.
         """
-        graph, begin, m = self._graph, self._num_placed, self._num_microbatches
+        graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]
         waiting, dropped = set(unplaced), graph.dropped | self._new_drops
         best, shortest = None, inf
@@ -252,6 +251,6 @@ class _Repair:
             return False
         if position == self._num_placed + 1 and forward == self._order[self._num_placed]:
             return False
-        m = self._num_microbatches
+        m = self._graph.num_microbatches
         later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if each in dropped), None)
         return later is None or later in waiting

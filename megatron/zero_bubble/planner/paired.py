@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappush
 from itertools import islice, product
@@ -48,13 +48,13 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
         apart: the plan without pairs, within the memory limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
-    planned = (_plan(_PairedRanks(problem, policy)) for policy in islice(_policies(problem), number))
+    planned = (_PairedRanks(problem, policy).schedule() for policy in islice(_policies(problem), number))
     named = list(_named(problem))
     orders = [_computations(schedule) for schedule in named]
     orders += [_neighbours_paired(_computations(apart), first) for first in (OpKind.F, OpKind.B)]
     rules = product((GapRule.ALWAYS, GapRule.BALANCED), _may_fuse(problem))
     policies = [PairPolicy((), weights=weights, fuses=fuses) for weights, fuses in rules]
-    ordered = (_plan(_OrderedRanks(problem, policy, order)) for order in orders for policy in policies)
+    ordered = (_OrderedRanks(problem, policy, order).schedule() for order in orders for policy in policies)
     candidates = [apart, *filter(None, planned), *filter(None, ordered), *named]
     return replace(best_of([each for each in candidates if each is apart or fits(each, problem)], problem), name=name)
 
@@ -129,27 +129,6 @@ def _named(problem: Problem) -> Iterator[Schedule]:
         return
 
 
-def _plan(loop: _PairedRanks) -> Schedule | None:
-    """Run the event loop and return its schedule; None if the ranks deadlock."""
-    plan = loop.run()
-    if plan is None:
-        return None
-    schedule = schedule_of_orders(loop.problem, plan.orders)
-    return replace(schedule, ops=tuple(map(_as_pairs, schedule.ops, loop.paired)))
-
-
-def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """Change the kind of each B that runs in a pair to the kind of the pair.
-
-    The W of a B is left out if the pair with this B also computes the weight gradients.
-    """
-    return tuple(
-        op._replace(kind=paired.get(op, op.kind))
-        for op in ops
-        if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
-    )
-
-
 class _PairedRanks(EventLoop):
     """A policy that runs pairs of F and B; a pair has the code `codes.end + stage of F * num_stages + stage of B`."""
 
@@ -158,6 +137,22 @@ class _PairedRanks(EventLoop):
         self.policy = policy
         self.paired: list[dict[Op, OpKind]] = [{} for _ in range(problem.num_ranks)]
         """Rank -> {B that runs in a pair: kind of the pair}."""
+
+    def schedule(self) -> Schedule | None:
+        """Run the event loop and return its schedule with pairs; None if the ranks deadlock."""
+        plan = self.run()
+        if plan is None:
+            return None
+        apart = schedule_of_orders(self.problem, plan.orders)
+        lanes = (
+            tuple(
+                op._replace(kind=paired.get(op, op.kind))
+                for op in ops
+                if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
+            )
+            for ops, paired in zip(apart.ops, self.paired, strict=True)
+        )
+        return replace(apart, ops=tuple(lanes))
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         codes, policy, weights = self.codes, self.policy, self.weights[rank]

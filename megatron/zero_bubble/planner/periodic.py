@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -168,12 +169,12 @@ class _Rank:
 
     def __init__(self, lane: Sequence[TimedOp]) -> None:
         self.starts = [timed.start for timed in lane]
-        self.rows: dict[tuple[OpKind, int], _Row] = {}
-        """(kind, chunk) -> the operations of the kind and chunk."""
+        self.rows: dict[tuple[OpKind, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        """(kind, chunk) -> (positions, microbatches) of the operations of the kind and chunk."""
         for position, ((kind, microbatch, chunk), _, _) in enumerate(lane):
-            row = self.rows.setdefault((kind, chunk), _Row([], []))
-            row.positions.append(position)
-            row.microbatches.append(microbatch)
+            positions, microbatches = self.rows[kind, chunk]
+            positions.append(position)
+            microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
         """Cut out the rank's part of a period that starts at `time`.
@@ -184,30 +185,23 @@ class _Rank:
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}
-        for (kind, chunk), row in self.rows.items():
-            first = bisect_left(row.positions, start)
-            if first < len(row.positions):
-                microbatch = row.microbatches[first]
+        for (kind, chunk), (positions, microbatches) in self.rows.items():
+            first = bisect_left(positions, start)
+            if first < len(positions):
+                microbatch = microbatches[first]
             elif kind is OpKind.R:
                 continue
             else:
                 return None
             if kind is OpKind.R:
-                forwards = self.rows[OpKind.F, chunk]
-                next_forward = bisect_left(forwards.positions, start)
-                microbatch = min([microbatch, *forwards.microbatches[next_forward : next_forward + 1]])
-            last = max(first, bisect_left(row.microbatches, microbatch + length))
+                f_positions, f_microbatches = self.rows[OpKind.F, chunk]
+                next_forward = bisect_left(f_positions, start)
+                microbatch = min([microbatch, *f_microbatches[next_forward : next_forward + 1]])
+            last = max(first, bisect_left(microbatches, microbatch + length))
             if kind is not OpKind.R and last - first < length:
                 return None
             size += last - first
             next_microbatch[kind, chunk] = microbatch + length
             if last > first:
-                end = max(end, row.positions[last - 1] + 1)
+                end = max(end, positions[last - 1] + 1)
         return _Part(start, end, size, next_microbatch)
-
-
-class _Row(NamedTuple):
-    """The operations of one kind and chunk of a rank, in microbatch order."""
-
-    positions: list[int]
-    microbatches: list[int]

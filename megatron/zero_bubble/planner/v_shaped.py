@@ -53,7 +53,10 @@ def best_in_v(problem: Problem) -> Schedule:
     Raises:
         Infeasible: no schedule fits in the memory limits.
     """
-    beside_b = _with_r_beside_b(problem)
+    beside_b: list[Schedule] = []
+    if problem.recompute is Recompute.FULL and (inside := problem.recomputing_in_backward()).is_feasible:
+        beside_b = [with_recomputation(best_in_v(inside))]  # each R directly precedes its B
+        beside_b *= fits(beside_b[0], problem)
     if not beside_b:
         problem.check_feasible()
     candidates = _search(problem).schedules if problem.is_feasible else []
@@ -63,17 +66,6 @@ def best_in_v(problem: Problem) -> Schedule:
         back_to_back = _back_to_back(problem)
         candidates += [] if back_to_back is None else [back_to_back]
     return best_of(candidates + beside_b, problem)
-
-
-def _with_r_beside_b(problem: Problem) -> list[Schedule]:
-    """Under full recomputation, the best plan in which each R directly precedes its B.
-
-    The returned list is empty without full recomputation, and if the plan does not fit in the memory limits.
-    """
-    if problem.recompute is not Recompute.FULL or not (inside := problem.recomputing_in_backward()).is_feasible:
-        return []
-    schedule = with_recomputation(best_in_v(inside))
-    return [schedule] * fits(schedule, problem)
 
 
 def _search(problem: Problem) -> Portfolio:
