@@ -25,14 +25,11 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For m
-    microbatches, p equal stages and messages of time C, `dependency` is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al.
-    2024, arXiv 2401.10241)."""
+    """Longest path from the first F of a rank through later stages to its last W. For m microbatches, p equal stages
+    and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two lower bounds that hold under the memory limit: a bound by dependencies, and a bound by the use
-    of memory. The bound by dependencies is `dependency` plus the idle time that the memory limit forces on a rank
-    before its first and its last B. The bound by the use of memory is the integral of the memory of all microbatches
-    over time, divided by the memory limit."""
+    """The larger of two bounds under the memory limit: `dependency` plus idle time that the limit forces on a rank,
+    and the integral of the memory of all microbatches over time, divided by the limit."""
 
     @property
     def span(self) -> float:

@@ -9,11 +9,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 Order = list[int]
-"""The operations of one rank as codes (see `Codes`), in the order in which they run.
-
-The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether or not F drops its activations. The
-k-th R of a stage belongs to the k-th microbatch whose activations the stage drops.
-"""
+"""The operations of one rank as codes (see `Codes`), in order. The k-th F, B and W of a stage belong to microbatch k;
+the k-th R belongs to the k-th microbatch whose activations the stage drops."""
 
 
 class Codes(NamedTuple):

@@ -127,9 +127,7 @@ def capacity_of_multiple(
     request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement
     if not is_interleaved or request.num_microbatches < placement.num_ranks:
-        partition = tuple(
-            sum(layout.partition[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
-        )
+        partition = tuple(map(int, placement.sums(layout.partition)))
         layout = replace(layout, placement=Placement("linear", placement.num_ranks), partition=partition)
     plan = _own(request, layout)
     memory = zip(plan.states, plan.timeline.peak_memory, strict=True)

@@ -13,9 +13,8 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Weight of unequal work of the stages when partitions are compared. The estimated time of a partition is multiplied by
-`1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`, where u is the `_unevenness` of the stages' work and v is the
-`_unevenness` of the ranks' memory."""
+"""Weight of unequal work of the stages in the compared time of a partition: the estimate times `1 + STAGES_WEIGHT * u +
+HOLDING_WEIGHT * v`, with the `_unevenness` u of the stages' work and v of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
@@ -117,11 +116,11 @@ class Balance:
             for stages in self.stages_of
         ]
 
-    def _holdings(self, partition: Sequence[int]) -> list[float]:
+    def _holdings(self, partition: Sequence[int]) -> tuple[float, ...]:
         """Rank -> memory of its activations, up to a common factor; early stages hold activations for longer."""
         size = len(partition)
         holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
-        return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
+        return self.placement.sums(holdings)
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
         """Rank -> memory by which model states and one microbatch exceed the rank's memory; zero if both fit.

@@ -24,8 +24,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LONG = 30_000
-"""Number of operations above which a planning problem is long. For a long problem, few candidates are tried, no local
-search runs, and a plan close to the lower bound is good enough."""
+"""Number of operations above which few candidates are tried, without local search, until one is `CLOSE`."""
 CLOSE = 5e-4
 """A plan of a long problem (see `LONG`) is good enough within this relative distance from the lower bound."""
 

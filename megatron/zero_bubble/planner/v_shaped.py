@@ -169,15 +169,12 @@ def _max_in_flight(problem: Problem) -> float:
 
     In a problem with recomputation, every microbatch in flight is assumed to drop its activations.
     """
-    fitting: list[float] = []
-    for stages, limit in zip(problem.stages_of, problem.limits, strict=True):
-        memory, for_r = sum(map(problem.costs.memory_f.__getitem__, stages)), 0.0
-        if problem.recomputes:
-            footprints = [problem.footprints[stage] for stage in stages]
-            memory = sum(footprint.dropped for footprint in footprints)
-            for_r = max(footprint.restored for footprint in footprints)
-        if memory > 0:
-            fitting.append((limit - for_r) / memory)
+    memory, room = problem.placement.sums(problem.costs.memory_f), list(problem.limits)
+    if problem.recomputes:
+        memory = problem.placement.sums([footprint.dropped for footprint in problem.footprints])
+        for rank, stages in enumerate(problem.stages_of):
+            room[rank] -= max(problem.footprints[stage].restored for stage in stages)
+    fitting = (limit / amount for limit, amount in zip(room, memory, strict=True) if amount > 0)
     return min(fitting, default=problem.num_ranks)
 
 
