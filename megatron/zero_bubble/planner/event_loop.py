@@ -154,15 +154,16 @@ class EventLoop(ABC):
             if not self.problem.is_dropped_as_a_rule(code):
                 self.work[rank] += self.duration[codes.r + code]
         self.note_results(code, rank, end, events)
-        if codes.b <= code < codes.w:
+        if code < codes.b:
+            if self.has_shards and code == codes.f and len(self.arrivals[codes.e]) < self.num_microbatches:
+                self.arrivals[codes.e].append(now)
+                self._due[rank] += 1
+        elif code < codes.w:
             self.offer_weight(code + size, rank)
-        elif codes.w <= code < codes.r or codes.ew <= code < codes.s or code >= codes.t:
+        elif code < codes.r or codes.ew <= code < codes.s or code >= codes.t:
             self.remove_weight(code, rank)
         elif code >= codes.e:
             self._due[rank] -= 1
-        elif self.has_shards and code == codes.f and len(self.arrivals[codes.e]) < self.num_microbatches:
-            self.arrivals[codes.e].append(now)
-            self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
         """Record for the users of the next result of operation `code` that this result is ready at time `end`."""

@@ -92,10 +92,14 @@ class OrderMoves:
         yield from (each for each in moves if each is not None and self._keeps_recomputation(each))
 
     def _fits(self, move: Move) -> bool:
-        memory, allocation = self.memory_before(move), self.graph.allocation
+        memory, limit, allocation = self.memory_before(move), self.limits[move.rank], self.graph.allocation
         # If the move removes an R, the first operation is its F, which then allocates the memory of the R, too.
         memory += allocation[move.moved] if move.removes_r else 0
-        return max(accumulate((allocation[op] for op in move.part), initial=memory)) <= self.limits[move.rank]
+        for op in move.part:
+            memory += allocation[op]
+            if memory > limit:
+                return False
+        return True
 
     def memory_before(self, move: Move) -> float:
         """Memory of the move's rank before the first operation that the move replaces."""
