@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
+from operator import sub
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import run_in_order
@@ -165,9 +166,12 @@ class Portfolio:
         problem = self.problem
         if not problem.has_shards or problem.budget == 0:
             return
-        without_shards = replace(problem.without_shards(), budget=problem.budget // INSERTED)
-        for limits in (without_shards.limits, problem.limits):
-            whole = replace(without_shards, limits=limits)
+        costs, lower = (
+            problem.costs.with_vocabulary_in_weight_gradients(),
+            map(sub, problem.limits, problem.whole_memory),
+        )
+        for limits in (tuple(lower), problem.limits):
+            whole = replace(problem, costs=costs, limits=limits, budget=problem.budget // INSERTED)
             if whole.is_feasible and not self.finished:
                 for plan in search(whole).plans[:1]:
                     schedule = schedule_of_orders(whole, plan.orders)

@@ -92,12 +92,7 @@ class Problem:
         return are_within(self.smallest_limits, self.limits)
 
     def check_feasible(self) -> None:
-        """Check that a schedule with separate B and W fits in the memory limits.
-
-        Raises:
-            Infeasible: no schedule fits in memory. The error's `smallest_limit` is the smallest memory limit in which a
-                schedule fits.
-        """
+        """Raise `Infeasible` if no schedule with separate B and W fits in the memory limits."""
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
                 smallest = max(self.smallest_limits)
@@ -121,9 +116,7 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether plans are compared by their makespans, instead of the longest span of a rank.
 
-        An iteration takes the makespan unless ranks start the next iteration before all ranks have finished. With
-        `Recompute.PLANNED` plans are compared by their makespans in any case, because recomputation could shorten the
-        longest span and lengthen the makespan.
+        Recomputation, if it is planned, could shorten the longest span of a rank and lengthen the makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
@@ -183,8 +176,7 @@ class Problem:
     @cached_property
     def num_delayed(self) -> int:
         """Number of additional microbatches in flight on a rank, because the last stage waits for softmax and loss."""
-        interval = max(self.work) / self.num_microbatches
-        return ceil(self.delay / interval - 1e-9)
+        return ceil(self.delay / (max(self.work) / self.num_microbatches) - 1e-9)
 
     @property
     def recomputes(self) -> bool:
@@ -299,17 +291,14 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan.
-
-        Without overlap of communication, the span of a rank contains all its messages except the message before its
-        first F.
-        """
+        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan."""
         if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:
             return if_fused
         if self.takes_makespan:
             earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
             return max(if_fused, *map(add, self.work, earliest))
+        # Without overlap, the span of a rank contains all its messages except the message before its first F.
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(if_fused, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
@@ -324,18 +313,8 @@ class Problem:
             if self.recomputes:
                 # One stage of the rank has all activations. Earlier stages lack the activations that R recomputes.
                 peak = max(
-                    sum(each.dropped for each in footprints[:i])
-                    + here.whole
-                    + sum(each.after_w for each in footprints[i + 1 :])
+                    sum(f.dropped for f in footprints[:i]) + here.whole + sum(f.after_w for f in footprints[i + 1 :])
                     for i, here in enumerate(footprints)
                 )
             smallest.append(peak + self.costs.memory_s[stages[0]] + (self.num_microbatches - 1) * after_w)
         return tuple(smallest)
-
-    def without_shards(self) -> Problem:
-        """The same problem without vocabulary shards, and with memory limits lowered by the memory of one microbatch.
-
-        The time of the operations on vocabulary shards is added to W.
-        """
-        limits = tuple(map(sub, self.limits, self.whole_memory))
-        return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)
