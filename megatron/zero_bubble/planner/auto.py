@@ -1,6 +1,6 @@
 """The automatic scheduler: plans a fast schedule for any placement and memory limit.
 
-The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min. Each schedule's name implies its memory limit.
+The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, whose names imply memory limits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
-    """Memory limits of the ranks: `factor` times the memory of p microbatches, for p ranks with one stage each.
+    """Memory limits of p ranks with one stage each: the product of `factor` and the memory of p microbatches.
 
     The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before
     its B. With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
@@ -84,7 +84,7 @@ def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> L
 
     Args:
         in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.
-        request: a request with the costs and the ranks to which the limits apply.
+        request: a request whose costs and ranks determine the limits.
     """
     costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)
     stages_of = map(request.placement.stages_of, range(request.num_ranks))

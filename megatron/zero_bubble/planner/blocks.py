@@ -1,8 +1,8 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-A building block is the path of one microbatch in four legs: F of chunk 0 from the first rank to the last rank, F of
-chunk 1 back to the first rank, B of chunk 1 to the last rank, and B of chunk 0 back to the first rank. In each leg (F
-or B of one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
+A building block is the path of one microbatch in four legs: to the last rank in F of chunk 0, back to the first rank
+in F of chunk 1, to the last rank in B of chunk 1, and back to the first rank in B of chunk 0. In each leg (F or B of
+one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try for the times in which F and B pass from one end of the pipeline to the other end. For chunk 0, the
-fraction is the time in which F passes through all ranks, divided by the sum of the times of F and B. For chunk 1, the
-fraction is the time in which B passes through all ranks, divided by the sum of the times of F and B."""
+"""Fractions to try: time of F of chunk 0, and of B of chunk 1, through all ranks, divided by the time of F and B."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
@@ -31,7 +29,7 @@ VARIATION = 0.06
 
 
 class Block(NamedTuple):
-    """A building block: the times of one microbatch on each rank; the next microbatch runs one period later."""
+    """A building block: the times at which the ranks run one microbatch; the next microbatch runs one period later."""
 
     period: float
     legs: tuple[float, ...]
@@ -71,7 +69,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for the `times` of (F, B, period), with B of chunks 1 and 0 delayed by `delays` time slots."""
+    """Return the block for `times`, a tuple (F, B, period), with B of chunks 1 and 0 delayed by `delays` time slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -81,7 +79,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return the times of F plus a message, B plus a message, and a block's period, as medians over the stages."""
+    """Return medians over the stages: time of F and a message, time of B and a message, and a block's period."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
@@ -109,12 +107,11 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """ZB-V's orders: F of chunk 0 until F of chunk 1 is ready, F of both chunks until B is ready, then F and B in turn.
+    """The orders of ZB-V: each rank runs a warmup of three phases, and then F and B in turn.
 
-    On p ranks, if every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1
-    of rank r. From the arrival of the first microbatch in chunk 1 of rank r, 2r + 1 slots pass until the gradient of
-    the microbatch arrives in chunk 1 of rank r, and 2p slots pass until the gradient arrives in chunk 0 of rank r. Each
-    phase of the warmup has one operation for each time slot, so that no rank idles.
+    In the warmup, a rank runs F of chunk 0 until the first F of chunk 1 is ready, then F of both chunks until the first
+    B is ready, then F and B of chunk 1 until the first B of chunk 0 is ready. The lengths of the phases are such that
+    no rank idles if every operation takes the same time.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import floor, inf
 from operator import sub
 
+from megatron.zero_bubble.planner.request import limits_of_ranks
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -24,14 +25,11 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For m
-    microbatches, p equal stages and messages of time C, `dependency` is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al.
-    2024, arXiv 2401.10241)."""
+    """Longest path from the first F of a rank through later stages to its last W. For m microbatches, p equal stages
+    and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two lower bounds that hold under the memory limit: a bound by dependencies, and a bound by the use
-    of memory. The bound by dependencies is `dependency` plus the idle time that the memory limit forces on a rank
-    before its first and its last B. The bound by the use of memory is the integral of the memory of all microbatches
-    over time, divided by the memory limit."""
+    """The larger of two bounds under the memory limit: `dependency` plus idle time that the limit forces on a rank,
+    and the integral of the memory of all microbatches over time, divided by the limit."""
 
     @property
     def span(self) -> float:
@@ -67,11 +65,7 @@ def lower_bounds(
             f"the placement has {placement.num_stages} stages, but the costs are for {costs.num_stages}"
         )
     costs = costs.with_cheapest_weight_gradients
-    if memory_limit is None:
-        memory_limit = inf
-    limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * placement.num_ranks
-    if len(limits) != placement.num_ranks:
-        raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {placement.num_ranks} ranks")
+    limits = limits_of_ranks(inf if memory_limit is None else memory_limit, placement.num_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"a lower bound needs at least one microbatch, got {num_microbatches}")
     path = _Path(placement, costs, recompute)
@@ -87,9 +81,8 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    If `a` and `k` are the first stages of two ranks, with `k` >= `a`, the time from the first F to the last B of stage
-    `a` is at least the sum of three times: the path of an F from `a` to `k`, the time from the first F to the last B of
-    the rank of `k`, and the path of a B from `k` to `a`.
+    The path goes forward from stage `a` to a later stage `k`, through the operations of the rank of `k` from its first
+    F to its last B, and backward from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -139,7 +132,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that recomputation of a microbatch adds to a rank: R or, without R, idle time between F and B."""
+        """Least time that recomputation of a microbatch adds to a rank, by R or by idle time between F and B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -178,7 +171,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; `inf` disables the memory bounds, if operations release more than they allocate."""
+        """The memory limit of the rank; infinity if the operations of a stage release more than they allocate."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -206,7 +199,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Length of the path through the rank's last F, a lower bound on the time from the first F to the last B's end.
+        """Lower bound on the time from the first F to the end of the last B of the rank, for a path through the last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
         of that F passes through the last stage and back. With recomputation, `window_of_last_f` is zero.

@@ -20,21 +20,20 @@ SHARDING_GAIN = 1.03
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
     """Choose a plan among plans of different layouts.
 
-    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
-    shards, a plan without shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as long. The
-    plan of the layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan. If no
-    plan of the layout `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans
-    that are close to the fastest plan.
+    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. A plan without vocabulary shards is
+    close to a fastest plan with vocabulary shards if it takes at most `SHARDING_GAIN` times as long. The plan of the
+    layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan. If no plan of the
+    layout `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans that are
+    close to the fastest plan.
 
     Args:
-        plans: one or more plans; several plans may have the same combination of placement, recomputation and
-            vocabulary.
+        plans: one or more plans; several plans may have the same `Layout.combination` of placement and options.
         usual: the layout that is kept unless another layout is clearly faster; None if no layout is preferred.
         usual_time: time of another schedule for the layout `usual`, such as megatron-core's own schedule.
 
     Returns:
-        The chosen plan, whose `others` are the best plans of other combinations of placement, recomputation and
-        vocabulary, the fastest first.
+        The chosen plan, whose `others` are the best plans of other combinations (see `Layout.combination`), the fastest
+        first.
     """
     ordered = sorted(best_of_combinations(plans, usual), key=lambda plan: plan.time)
     shortest = ordered[0]
@@ -46,28 +45,27 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
         return time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
 
     close = [plan for plan in ordered if is_close(plan)]
-    as_usual = [plan for plan in close if plan.layout == usual]
-    chosen = as_usual[0] if as_usual else min(close, key=lambda plan: plan.layout.complexity)
+    chosen = min(close, key=lambda plan: (plan.layout != usual, plan.layout.complexity))
     others = {plan.layout.combination: plan for plan in reversed(ordered)}
     others.pop(chosen.layout.combination)
     return replace(chosen, others=tuple(sorted(others.values(), key=lambda plan: plan.time)))
 
 
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
-    """The best plan of each combination of placement, recomputation and vocabulary, and the plan of layout `usual`.
+    """The best plan of each `Layout.combination` of placement and options, and the plan of the layout `usual`.
 
     Of all plans of one combination whose times are within the factor `ALIKE` of the shortest time, the plan with the
-    most even partition is taken. Small differences between measured costs then do not change the choice of a plan.
+    most even partition is taken, so that small errors of measured costs do not change the choice of a plan.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.layout if plan.layout == usual else plan.layout.combination, []).append(plan)
-    return [_most_even(group) for group in groups.values()]
-
-
-def _most_even(plans: Sequence[Plan]) -> Plan:
-    longest = min(plan.time for plan in plans) * ALIKE
-    return min((plan for plan in plans if plan.time <= longest), key=lambda plan: unevenness(plan.layout.partition))
+    best = []
+    for group in groups.values():
+        longest = min(plan.time for plan in group) * ALIKE
+        alike = (plan for plan in group if plan.time <= longest)
+        best.append(min(alike, key=lambda plan: unevenness(plan.layout.partition)))
+    return best
 
 
 def named_after_schedule(plan: Plan) -> Plan:

@@ -9,11 +9,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 Order = list[int]
-"""The operations of one rank as codes (see `Codes`), in the order in which they run.
-
-The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether or not F drops its activations. The
-k-th R of a stage belongs to the k-th microbatch whose activations the stage drops.
-"""
+"""The operations of one rank as codes (see `Codes`), in order. The k-th F, B and W of a stage belong to microbatch k;
+the k-th R belongs to the k-th microbatch whose activations the stage drops."""
 
 
 class Codes(NamedTuple):
@@ -82,10 +79,6 @@ class Codes(NamedTuple):
             links.append((self.loss, self.t + rank, to_last))
         return tuple(links)
 
-    def is_weight_gradient(self, code: int) -> bool:
-        """Whether the operation is a weight gradient, for which no other operation waits."""
-        return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
-
     def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
         """Yield (code, microbatch) for every operation of an order."""
         counts = [0] * self.end
@@ -95,13 +88,16 @@ class Codes(NamedTuple):
             if self.r <= code < self.drop:
                 yield code, dropped[code - self.r].pop(0)
                 continue
-            kept = code - self.drop if self.drop <= code < self.e else code
+            kept = self.keeping(code)
             if kept != code:
                 dropped[kept].append(counts[kept])
             yield code, counts[kept]
             counts[kept] += 1
 
+    def keeping(self, code: int) -> int:
+        """Convert the code of an F that drops its activations to the code of a plain F; keep other codes unchanged."""
+        return code - self.drop if self.drop <= code < self.e else code
+
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """Return only the F and B of all ranks' orders; an F that drops its activations becomes a plain F."""
-        kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
-        return [[code for code in order if code < self.w] for order in kept]
+        """Return the orders of all ranks with only F and B; in the returned orders every F keeps its activations."""
+        return [[code for code in map(self.keeping, order) if code < self.w] for order in orders]

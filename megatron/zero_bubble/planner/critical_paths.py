@@ -43,24 +43,16 @@ class OrderGraph:
         self.needs, self.users = _dependencies(problem.links, end, m)
         self.recomputations = range(codes.r * m, codes.drop * m)
         """Numbers of all R; the k-th R belongs to the F with number k, and runs only if this F drops activations."""
-        self.restore([self._numbers(order) for order in orders])
+        self.restore([[codes.keeping(code) * m + k for code, k in codes.microbatches(order)] for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
         """Operation -> time at which its result is ready."""
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> start time of the rank's span, multiplied by -1. If plans are compared by their makespan, every rank
-        has the same value: the start time of the makespan, multiplied by -1."""
+        """Rank -> start time of its span, or of the makespan if plans are compared by makespan, multiplied by -1."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
-
-    def _numbers(self, order: Order) -> list[int]:
-        codes, m = self.codes, self.num_microbatches
-        return [
-            (code - codes.drop * (codes.drop <= code < codes.e)) * m + microbatch
-            for code, microbatch in codes.microbatches(order)
-        ]
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
         """Replace all orders by `lanes`: the same operations in other orders, with some R added or removed."""
@@ -112,11 +104,9 @@ class OrderGraph:
             return []
         starts = [self._span_start(lane) for lane in self.lanes]
         ends = [self.end[lane[-1]] for lane in self.lanes]
-        span = max(end - start for start, end in zip(starts, ends, strict=True))
-        first = 0.0 if self.problem.has_shards else min(starts)
-        self.cost, self.tie = self.problem.judged(span, max(ends) - first)
+        self.cost, self.tie = self.problem.judged_spans(starts, ends)
         if self.problem.is_judged_by_makespan:
-            starts = [first] * len(starts)
+            starts = [self.problem.first_start(starts)] * len(starts)
         self.final = [-start for start in starts]
         return sequence
 

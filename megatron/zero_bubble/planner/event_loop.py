@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.problem import Problem
-from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
-from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.planner.rules import GapRule
 from megatron.zero_bubble.schedule.shard_ops import LEAD
 
 
@@ -42,11 +41,9 @@ class EventLoop(ABC):
 
     weight = 1
 
-    def __init__(self, problem: Problem, keeping: Keeping = KEEPS_WHAT_FITS) -> None:
+    def __init__(self, problem: Problem) -> None:
         codes, ranks = problem.codes, problem.num_ranks
         self.problem = problem
-        self.keeping = keeping
-        self.recomputes = problem.recomputes
         self.codes = codes
         self.num_stages = codes.b
         self.has_shards = problem.has_shards
@@ -57,9 +54,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of the rank's operations. The total time includes an R for each microbatch whose
-        activations have been dropped. Under full recomputation, the total time includes an R for every microbatch on
-        all stages but the last."""
+        """Rank -> total time of its operations, with every R that has become known (see `Problem.work`)."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -87,8 +82,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of due losses and due operations on the rank's vocabulary shard. An operation is due if the
-        arrival time of its inputs is known, and it has neither run nor entered `weights`."""
+        """Rank -> losses and shard operations with known arrivals that have not run or entered `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -133,9 +127,7 @@ class EventLoop(ABC):
                 heappush(events, (when, rank))
         if sum(map(len, self.orders)) - sum(map(len, self.dropped)) < self.problem.num_ops:
             return None
-        span = max(end - start for start, end in zip(self.span_start, self.end, strict=True))
-        first = 0.0 if self.has_shards else min(self.span_start)
-        cost, tie = self.problem.judged(span, max(self.end) - first)
+        cost, tie = self.problem.judged_spans(self.span_start, self.end)
         return PlannedOrders(cost, self.orders, tie)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
@@ -158,18 +150,20 @@ class EventLoop(ABC):
         heappush(events, (free, rank))
         if codes.drop <= code < codes.e:
             code -= codes.drop
-            self.drop(code, rank)
+            self.dropped[code].append(self.done[code])
+            if not self.problem.is_dropped_as_a_rule(code):
+                self.work[rank] += self.duration[codes.r + code]
         self.note_results(code, rank, end, events)
-        if codes.b <= code < codes.w:
+        if code < codes.b:
+            if self.has_shards and code == codes.f and len(self.arrivals[codes.e]) < self.num_microbatches:
+                self.arrivals[codes.e].append(now)
+                self._due[rank] += 1
+        elif code < codes.w:
             self.offer_weight(code + size, rank)
-        elif codes.w <= code < codes.r or code >= codes.e:
-            if codes.is_weight_gradient(code):
-                self.remove_weight(code, rank)
-            else:
-                self._due[rank] -= 1
-        elif self.has_shards and code == codes.f and len(self.arrivals[codes.e]) < self.num_microbatches:
-            self.arrivals[codes.e].append(now)
-            self._due[rank] += 1
+        elif code < codes.r or codes.ew <= code < codes.s or code >= codes.t:
+            self.remove_weight(code, rank)
+        elif code >= codes.e:
+            self._due[rank] -= 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
         """Record for the users of the next result of operation `code` that this result is ready at time `end`."""
@@ -209,48 +203,6 @@ class EventLoop(ABC):
                 if self.weights[rank]:
                     return self.weights[rank][0]
         return -1
-
-    def drop(self, stage: int, rank: int) -> None:
-        """Record that the F of the next microbatch of `stage` drops its activations, which an R will recompute."""
-        self.dropped[stage].append(self.done[stage])
-        if not self.problem.is_dropped_as_a_rule(stage):
-            self.work[rank] += self.duration[self.codes.r + stage]
-
-    def needs_r(self, stage: int) -> bool:
-        """Whether the next B of `stage` has to wait for the recomputation (R) of its microbatch."""
-        dropped, restored = self.dropped[stage], self.done[self.codes.r + stage]
-        return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
-
-    def as_it_fits(self, rank: int, code: int) -> int:
-        """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 to wait.
-
-        Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
-        """
-        memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
-        if not self.recomputes:
-            return code if memory + keep <= limit else -1
-        dropping = code + self.codes.drop
-        drop, restored = self.allocation[dropping], self.allocation[code + self.codes.r]
-        for_r = self.memory_for_r(rank)
-        without_weights = memory - self.releasable[rank]
-        before_r = without_weights if self.keeping.defers_weights else memory
-        keeps = self.will_keep(rank, code)
-        if keeps and memory + keep <= limit and before_r + keep + for_r <= limit:
-            return code
-        if keeps and not self.keeping.defers_weights and without_weights + keep + for_r <= limit:
-            return -1
-        if not self.keeping.may_drop(self.done[code], self.num_microbatches):
-            return -1
-        return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
-
-    def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations if they fit in memory."""
-        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
-
-    def memory_for_r(self, rank: int) -> float:
-        """The largest memory that a pending recomputation (R) of `rank` will allocate."""
-        r, stages = self.codes.r, self.problem.stages_of[rank]
-        return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
     def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
         """Record that an input of `code` arrives at the time `when`; add an event if the rank of `code` may be idle."""

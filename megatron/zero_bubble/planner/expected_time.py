@@ -10,7 +10,6 @@ from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.orders import orders_of_schedule
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
-from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -41,14 +40,8 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     if spread <= 0 and time_between <= 0:
         return 1.0
     schedule = timeline.schedule
-    problem = Problem(
-        schedule.placement,
-        schedule.num_microbatches,
-        in_groups(timeline.costs, schedule.groups),
-        (0.0,) * schedule.num_ranks,
-        timeline.overlap_communication,
-        takes_makespan=True,
-    )
+    overlap = timeline.overlap_communication
+    problem = Problem.solved_by(schedule, timeline.costs, overlap_communication=overlap, takes_makespan=True)
     graph = OrderGraph(problem, orders_of_schedule(problem, without_copies(schedule)))
     usual = list(graph.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE

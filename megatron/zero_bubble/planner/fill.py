@@ -9,6 +9,7 @@ from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 class InOrder(EventLoop):
@@ -23,8 +24,9 @@ class InOrder(EventLoop):
     def __init__(
         self, problem: Problem, orders: Sequence[Order], rule: GapRule, keeping: Keeping = KEEPS_WHAT_FITS
     ) -> None:
-        super().__init__(problem, keeping)
-        self.rule = rule
+        super().__init__(problem)
+        self.rule, self.keeping = rule, keeping
+        self.recomputes = problem.recomputes
         self.given = [list(order) for order in orders]
         self.position = [0] * problem.num_ranks
 
@@ -60,12 +62,40 @@ class InOrder(EventLoop):
             return weights[0], now
         return -1, ready
 
+    def as_it_fits(self, rank: int, code: int) -> int:
+        """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 to wait.
+
+        Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
+        """
+        memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
+        if not self.recomputes:
+            return code if memory + keep <= limit else -1
+        dropping = code + self.codes.drop
+        drop, restored = self.allocation[dropping], self.allocation[code + self.codes.r]
+        r, stages = self.codes.r, self.problem.stages_of[rank]
+        for_r = max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
+        without_weights = memory - self.releasable[rank]
+        before_r = without_weights if self.keeping.defers_weights else memory
+        keeps = self.will_keep(rank, code)
+        if keeps and memory + keep <= limit and before_r + keep + for_r <= limit:
+            return code
+        if keeps and not self.keeping.defers_weights and without_weights + keep + for_r <= limit:
+            return -1
+        if not self.keeping.may_drop(self.done[code], self.num_microbatches):
+            return -1
+        return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
+
     def will_keep(self, rank: int, code: int) -> bool:
         """Whether F `code` keeps its activations if they fit; always true on the last stage if its B runs next."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
-        return super().will_keep(rank, code)
+        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
+
+    def needs_r(self, stage: int) -> bool:
+        """Whether the next B of `stage` has to wait for the recomputation (R) of its microbatch."""
+        dropped, restored = self.dropped[stage], self.done[self.codes.r + stage]
+        return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
         """Code of the R for the B that directly follows the F `f` in the order of the rank.

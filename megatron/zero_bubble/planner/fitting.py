@@ -28,7 +28,7 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops the activations of one microbatch and stage after another until the rank is within its memory limit.
+    Each rank drops the activations of one microbatch and stage at a time, until the rank is within its memory limit.
     A rank chooses among the activations that are in memory at its first operation above the limit. The rank drops the
     activations that free the most memory, summed over all operations above the limit.
 
@@ -55,7 +55,13 @@ def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
     """Position -> memory of the rank while it runs the operation at this position."""
-    drops = list(_possible_drops(graph, rank))
+    m, num_forwards = graph.num_microbatches, graph.codes.b * graph.num_microbatches
+    drops = [
+        _Drop(position, graph.position[op + num_forwards], graph.problem.footprints[op // m].restored)
+        for position, op in enumerate(lane)
+        if op < num_forwards
+    ]
+    drops = [drop for drop in drops if drop.b > drop.f + 1 and drop.memory > 0]
     dropped, most = set(), limit + tolerance(limit)
     exceeding = [position for position, amount in enumerate(memory) if amount > most]
     while exceeding:
@@ -70,17 +76,6 @@ def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
             memory[position] -= chosen.memory
         exceeding = [position for position in exceeding if memory[position] > most]
     return dropped
-
-
-def _possible_drops(graph: OrderGraph, rank: int) -> Iterator[_Drop]:
-    """Yield all activations that free memory when dropped; if B follows F at once, a drop frees no memory."""
-    problem, lane = graph.problem, graph.lanes[rank]
-    m, size = problem.num_microbatches, problem.num_stages
-    for position, op in enumerate(lane):
-        if op < size * m:
-            drop = _Drop(position, graph.position[op + size * m], problem.footprints[op // m].restored)
-            if drop.b > drop.f + 1 and drop.memory > 0:
-                yield drop
 
 
 def _with_r(problem: Problem, lane: Sequence[int], dropped: set[int]) -> Iterator[int]:

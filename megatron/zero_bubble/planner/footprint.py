@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -38,18 +37,3 @@ class Footprint:
     def restored(self) -> float:
         """Memory that a recomputation (R) allocates."""
         return self.whole - self.dropped
-
-
-def peak_of_one_microbatch(footprints: Sequence[Footprint], *, recomputes: bool) -> float:
-    """The peak memory of one microbatch that is alone on a rank.
-
-    Args:
-        footprints: footprints of the stages of the rank, in model order.
-        recomputes: whether the microbatch has an R (recomputation) on every stage of the rank except the last.
-    """
-    if not recomputes:
-        return sum(each.whole for each in footprints)
-    return max(
-        sum(each.dropped for each in footprints[:i]) + here.whole + sum(each.after_w for each in footprints[i + 1 :])
-        for i, here in enumerate(footprints)
-    )

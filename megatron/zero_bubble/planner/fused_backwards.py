@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -19,10 +19,10 @@ _PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
 def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     """Join a B and the W right after it into a BW, if a fused backward saves time.
 
-    A BW delays the gradient for which the previous stage waits. The function compares three schedules: no B and W are
-    joined; every B is joined with the W right after it; or a B and a W are joined only if their BW ends before the
-    previous stage starts its B. The B and W of the last microbatch stay apart, because replicas reduce gradients during
-    the last W.
+    A BW delays the gradient for which the previous stage waits. The function compares three schedules: the first joins
+    no B and W, the second joins every B with the W right after it, and the third joins a B and a W only if their BW
+    ends before the previous stage starts its B. The B and W of the last microbatch stay apart, because replicas reduce
+    gradients during the last W.
 
     Args:
         schedule: a planned schedule without communication.
@@ -49,7 +49,8 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
 def with_separate_backwards(schedule: Schedule) -> Schedule:
     """The schedule without communication, with a B and a W in place of each BW."""
     lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
-    ops = (tuple(part for op in lane for part in ([op] if op.kind is not OpKind.BW else _parts(op))) for lane in lanes)
+    parts = {OpKind.BW: KINDS[OpKind.BW].makes}
+    ops = (tuple(op._replace(kind=kind) for op in lane for kind in parts.get(op.kind, (op.kind,))) for lane in lanes)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops), schedule.groups)
 
 
@@ -62,19 +63,13 @@ def with_some_backwards_fused(schedule: Schedule) -> Schedule:
     joined = []
     for lane in apart.ops:
         followed = _followed_by_w(lane, schedule.num_microbatches)
-        of_chunks = [
-            [op for op in lane if op in followed and op.chunk == chunk] for chunk in range(schedule.num_chunks)
-        ]
+        of_chunks = ([op for op in lane if op in followed and op.chunk == c] for c in range(schedule.num_chunks))
         joined.append(frozenset(op for ops in of_chunks for op in ops[::2]))
     return replace(_joined(apart, joined), groups=schedule.groups)
 
 
-def _parts(op: Op) -> tuple[Op, Op]:
-    return op._replace(kind=OpKind.B), op._replace(kind=OpKind.W)
-
-
 def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
-    """All B that are directly followed by the W of the same stage and microbatch, except the last microbatch."""
+    """All B that are directly followed by the W of the same stage and microbatch, except B of the last microbatch."""
     return frozenset(
         op
         for op, after in pairwise(lane)
@@ -86,18 +81,17 @@ def _unhurried(timeline: Timeline) -> list[set[Op]]:
     """Rank -> all B for which a BW delays no other stage: the BW ends before the previous stage starts its B."""
     placement, costs = timeline.schedule.placement, timeline.costs
     messages = costs.messages(placement)
-    backwards = [
-        (rank, placement.stage_of(rank, timed.op.chunk), timed)
+    backwards = {
+        (placement.stage_of(rank, timed.op.chunk), timed.op.microbatch): timed
         for rank, lane in enumerate(timeline.lanes)
         for timed in lane
         if timed.op.kind in (OpKind.B, OpKind.BW)
-    ]
-    starts = {(stage, timed.op.microbatch): timed.start for _, stage, timed in backwards}
+    }
     unhurried: list[set[Op]] = [set() for _ in timeline.lanes]
-    for rank, stage, (op, _, end) in backwards:
+    for (stage, microbatch), (op, _, end) in backwards.items():
         end += costs.time_w[stage] - costs.saved_bw[stage]
-        if stage == 0 or end + messages[stage - 1] <= starts[stage - 1, op.microbatch]:
-            unhurried[rank].add(op)
+        if stage == 0 or end + messages[stage - 1] <= backwards[stage - 1, microbatch].start:
+            unhurried[placement.rank_of(stage)].add(op)
     return unhurried
 
 

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.fused_backwards import with_fused_backwards
 from megatron.zero_bubble.planner.offloading import offloaded
 from megatron.zero_bubble.planner.paired import with_pairs
 from megatron.zero_bubble.planner.periodic import extended, fewer_microbatches
-from megatron.zero_bubble.planner.portfolio import judged
+from megatron.zero_bubble.planner.portfolio import cost_of
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of, placement_for
 from megatron.zero_bubble.planner.request import Limits, PlanRequest
@@ -110,13 +110,13 @@ def _before_fusing(request: PlanRequest) -> Schedule:
         raise ScheduleError(f"schedule {entry.name} does not recompute: its forwards and backwards run in pairs")
     if not request.offloads or request.limits is None:
         return _without_copies(request)
-    best, refusal, shortest = None, None, inf
+    best, shortest, smallest = None, inf, inf
     problem = Problem.of(request, request.limits)
     try:
         best = _without_copies(request)
-        shortest, _ = judged(best, problem)
+        shortest = cost_of(best, problem)
     except Infeasible as error:
-        refusal = error
+        smallest = error.smallest_limit
     tried = groupings(problem)
     relaxed = replace(request, effort=request.effort // (OFFLOAD_PARTS * len(tried)))
 
@@ -130,28 +130,21 @@ def _before_fusing(request: PlanRequest) -> Schedule:
             with suppress(Infeasible):
                 yield _in_one_group(keeping.within(limits).checked())
 
-    faster = offloaded(plans, problem, shortest)
-    if faster is not None:
-        return faster
-    if best is None:
-        assert refusal is not None
-        smallest = refusal.smallest_limit
+    schedule = offloaded(plans, problem, shortest) or best
+    if schedule is None:
         raise Infeasible(
             f"no plan with copies to the host fits in memory; {smallest:g} is enough without copies", smallest
         )
-    return best
+    return schedule
 
 
 def _without_copies(request: PlanRequest) -> Schedule:
     """The schedule without copies to the host for a checked request."""
-    at_once = replace(request, costs=request.stage_costs.at_once())
-    if request.limits is None:
-        return _in_one_group(at_once)
-    whole, refused = Problem.of(request, request.limits), []
-    best, shortest = None, inf
-    tried = groupings(whole)
-    if tried == [()]:
-        return _in_one_group(at_once)
+    whole = None if request.limits is None else Problem.of(request, request.limits)
+    tried = [()] if whole is None else groupings(whole)
+    if whole is None or tried == [()]:
+        return _in_one_group(replace(request, costs=request.stage_costs.at_once()))
+    best, shortest, refused = None, inf, []
     for groups in tried:
         costs = in_groups(whole.costs, groups).at_once()
         problem = replace(whole, costs=costs)
@@ -163,7 +156,7 @@ def _without_copies(request: PlanRequest) -> Schedule:
         except Infeasible as error:
             refused.append(error)
             continue
-        time, _ = judged(schedule, problem)
+        time = cost_of(schedule, problem)
         if time < shortest * (1 - 1e-9):
             best, shortest = replace(schedule, groups=groups), time
     if best is None:
@@ -173,33 +166,30 @@ def _without_copies(request: PlanRequest) -> Schedule:
 
 def _in_one_group(request: PlanRequest) -> Schedule:
     """The schedule of a checked request in which every stage recomputes its activations in one group of layers."""
-    name, entry = request.schedule, entry_of(request.schedule)
-    placement, num_microbatches = request.placement, request.num_microbatches
+    entry, costs, limits = entry_of(request.schedule), request.stage_costs, request.limits
     # Pairs gain time only if stages exchange tokens between experts.
-    pairs = request.pairs and entry.plans_all_kinds and request.stage_costs.has_all_to_all
+    pairs = request.pairs and entry.plans_all_kinds and costs.has_all_to_all
     gets_recomputed = request.recompute is Recompute.FULL and not entry.uses_costs
 
-    def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:
-        smaller = replace(request.within(limits), num_microbatches=num_microbatches, costs=costs)
+    def search(num_microbatches: int, costs: StageCosts) -> Schedule:
+        smaller = replace(request, num_microbatches=num_microbatches, costs=costs)
         schedule = entry.function(smaller if entry.takes_limit else smaller.within(None))
         if pairs:
-            schedule = with_pairs(name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
+            schedule = with_pairs(entry.name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
-    def make(costs: StageCosts, limits: Limits | None) -> Schedule:
-        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs and not pairs else ():
-            shorter = search(fewer, costs, limits)
-            overlap = request.overlap_communication
-            schedule = extended(shorter, num_microbatches, costs, limits, overlap_communication=overlap)
+    def make(costs: StageCosts) -> Schedule:
+        m, overlap = request.num_microbatches, request.overlap_communication
+        for fewer in fewer_microbatches(request.placement, m) if entry.uses_costs and not pairs else ():
+            schedule = extended(search(fewer, costs), m, costs, limits, overlap_communication=overlap)
             if schedule is not None:
                 return schedule
-        return search(num_microbatches, costs, limits)
+        return search(m, costs)
 
-    costs, limits = request.stage_costs, request.limits
     if request.vocabulary_parallel and not entry.plans_all_kinds:
-        schedule = with_best_delay(make(costs.with_vocabulary_in_weight_gradients(), limits), costs, limits)
+        schedule = with_best_delay(make(costs.with_vocabulary_in_weight_gradients()), costs, limits)
     else:
-        schedule = make(costs, limits)
+        schedule = make(costs)
     if limits is not None:
         _check_memory(schedule, costs, limits)
     return schedule

@@ -100,16 +100,11 @@ class InGroups(EventLoop):
         assert not problem.recomputes, "the policy does not plan recomputation"
         self.most_ahead = most_ahead or (problem.num_microbatches * problem.num_stages,) * problem.num_ranks
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
-        self.forwards: list[deque[int]] = []
-        self.backwards: list[deque[int]] = []
-        """Rank -> codes of the B that the rank has not run, in the order of the groups."""
-        for rank in range(problem.num_ranks):
-            forwards, backwards = map(deque, grouped_order(problem, rank, groups))
-            self.forwards.append(forwards)
-            self.backwards.append(backwards)
+        self.queues = [tuple(map(deque, grouped_order(problem, rank, groups))) for rank in range(problem.num_ranks)]
+        """Rank -> (codes of the F, codes of the B) that the rank has not run, in the order of the groups."""
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
-        forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
+        (forwards, backwards), weights = self.queues[rank], self.weights[rank]
         b, b_ready = self.next_backward(rank, now)
         if b_ready <= now:
             backwards.remove(b)
@@ -132,7 +127,6 @@ class InGroups(EventLoop):
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
         """The code of the first ready B in the order (-1 if no B is ready), and the earliest start of any B."""
-        backwards = self.backwards[rank]
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
             arrival = self.next_arrival(self.num_stages + stage, now)
@@ -140,16 +134,13 @@ class InGroups(EventLoop):
             if arrival <= now:
                 ready.append(self.num_stages + stage)
         if len(ready) > 1:
-            return min(ready, key=backwards.index), soonest
+            return min(ready, key=self.queues[rank][1].index), soonest
         return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.
+        """Whether the F `f` fits in memory beside the remaining F of the oldest microbatch that has F left on the rank.
 
-        The oldest unfinished microbatch is the first microbatch that has not passed through all chunks of the rank.
-        Memory for the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could
-        take this memory. Microbatches before the oldest unfinished microbatch need no reserved memory, because they
-        have no F left on this rank.
+        Memory for these remaining F is reserved, because later microbatches could take this memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

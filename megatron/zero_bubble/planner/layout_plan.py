@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         request: the request for this layout alone, with the costs of its stages.
-        layout: placement, partition, recomputation and vocabulary.
+        layout: placement, partition, recomputation and vocabulary parallelism.
         timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
         activations: rank -> peak memory of activations; None if the peak memory of `timeline` applies.
@@ -86,16 +86,14 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
-    capacity, schedule = request.capacity_of(layout), None
+    capacity = request.capacity_of(layout)
     try:
         fixed = fixed.within(limits_of(request, states, capacity))
         schedule = schedule_of(fixed)
     except Infeasible:
         if capacity is None or request.memory_limit is not None:
             raise
-    if schedule is None:
-        assert capacity is not None
-        raise _beyond_capacity(fixed, states, capacity)
+        raise _beyond_capacity(fixed, states, capacity) from None
     timeline = simulate(schedule, fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
 
@@ -103,9 +101,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
-    The `smallest_limit` of an error depends on the memory limits of the request. To find a capacity that is enough for
-    every rank, the function plans the layout again with almost no memory for activations. With almost no memory,
-    planning fails, and the error's `smallest_limit` is the memory that the activations need.
+    Planning the layout with almost no memory for activations fails with an error whose `smallest_limit` is the memory
+    that the activations need.
     """
     enough = max(states)
     try:
@@ -130,7 +127,7 @@ def pairs_in(request: PlanRequest, layout: Layout) -> bool:
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units in this layout, with vocabulary shards if the layout has them."""
+    """The costs of the model's units in a layout, with vocabulary shards if the layout has vocabulary shards."""
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 

@@ -1,8 +1,8 @@
-"""Searches for the best layout of a model: placement, chunks, partition, recomputation and vocabulary."""
+"""Searches for the best layout of a model: placement, chunks, partition, recomputation and vocabulary shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -40,17 +40,15 @@ COMPARED = 1.5
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = DRAFT_EFFORT
-"""Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
-shards and collectives are slower than messages. With less effort, the planned step can be 20% slower."""
+"""Effort of the first plan of a layout with vocabulary shards, if collectives are slower than messages."""
 EFFORT_FOR_RECOMPUTING = 3_000
-"""Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
-an effort of zero the planned step can be 20% slower."""
+"""Effort of the first plan of a layout with planned recomputation, in a small problem."""
 PROMISING_PARTITION = 1.02
 """A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
-    """All placements that the search tries by default.
+    """All placements that `search_layouts` tries by default.
 
     Args:
         num_ranks: pipeline ranks.
@@ -64,21 +62,21 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
     """Search for the best layout of a model, and plan its schedule.
 
-    First, the search plans combinations of placement, recomputation and vocabulary with little effort, in the order of
-    their lower bounds, until every remaining bound exceeds the best plan's time. Numbers of chunks per rank above four
-    are tried in rising order until the plan gets no faster. Second, single layers of the best layouts are moved to
-    other stages while the plan gets faster. Third, the best layouts are planned in rounds, each with more effort than
-    the previous round.
+    First, the search plans combinations of placement, recomputation and vocabulary parallelism with little effort, in
+    the order of their lower bounds, until the lower bounds of all other combinations exceed the best plan's time.
+    Numbers of chunks per rank above four are tried in rising order until the plan gets no faster. Second, single layers
+    of the best layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned in
+    rounds, each with more effort than the previous round.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
-            layout is faster by the factor `SIMPLER` than `request.usual`, under the planned schedule and under
-            megatron-core's own schedule.
+            layout is faster by the factor `SIMPLER`. The time of the layout `request.usual` is the shorter of its times
+            under the planned schedule and under megatron-core's own schedule.
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
         The plan of the chosen layout, whose `others` are the best plans with other combinations of placement,
-        recomputation and vocabulary.
+        recomputation and vocabulary parallelism.
 
     Raises:
         Infeasible: no layout fits in memory. The error's `smallest_limit` is the smallest limit in which a layout fits.
@@ -90,7 +88,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         search.try_first(request.usual)
     search.plan_combinations()
     if not search.plans:
-        search.plan_refused()
+        for layout in list(search.efforts):
+            search.try_plan(layout, request.effort)
     if not search.plans:
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
@@ -116,16 +115,20 @@ class _Search:
         self._report = report
         self.plans: dict[Layout, Plan] = {}
         self.refused: list[ScheduleError] = []
-        self._efforts: dict[Layout, int] = {}
+        self.efforts: dict[Layout, int] = {}
         """Layout -> the largest effort with which the layout has been planned."""
 
     @property
     def best_time(self) -> float:
         """The shortest time of all plans; infinity before the first plan."""
-        return min((plan.time for plan in self.plans.values()), default=inf)
+        return self.time_of(self.plans)
+
+    def time_of(self, layouts: Iterable[Layout]) -> float:
+        """The shortest time of the plans of the given layouts; infinity if none of the layouts has a plan."""
+        return min((self.plans[layout].time for layout in layouts if layout in self.plans), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The `count` best plans with different placements or vocabularies, up to `factor` times the shortest time.
+        """The `count` best plans of different placements or vocabulary parallelism, up to `factor` times the best time.
 
         In small problems, plans that differ only in recomputation count as different. The plan of the layout
         `request.usual` is left out if other plans exist.
@@ -142,9 +145,9 @@ class _Search:
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
         """Plan a layout, unless it was planned with at least `effort` before; return the layout's best plan or None."""
-        if self._efforts.get(layout, -1) < effort:
-            self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
-            self._efforts[layout] = effort
+        if self.efforts.get(layout, -1) < effort:
+            self._report(f"{len(self.efforts)} layouts planned, the best takes {self.best_time:.6g}")
+            self.efforts[layout] = effort
             try:
                 plan = plan_layout(replace(self.request, effort=effort), layout)
             except ScheduleError as error:
@@ -157,7 +160,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`, by simulated time if `plan` is a draft, otherwise by expected time."""
+        """Whether `plan` is faster than `known`; the times are simulated times if `plan` is made with little effort."""
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -192,16 +195,16 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations with recomputation, in the order of their planned times with unlimited memory."""
+        """Plan combinations of placement and vocabulary parallelism with recomputation, the most promising first."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
             if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
                 return
-            tried = self._first_layouts(replace(layouts[0], partition=(), recompute=recompute))
-            recomputing = [plan.time for layout in tried if (plan := self.try_first(layout)) is not None]
-            keeping = [self.plans[layout].time for layout in layouts if layout in self.plans]
-            gains = min(recomputing, default=inf) < min(keeping, default=inf) * (1 - 1e-9)
+            tried = list(self._first_layouts(replace(layouts[0], partition=(), recompute=recompute)))
+            for layout in tried:
+                self.try_first(layout)
+            gains = self.time_of(tried) < self.time_of(layouts) * (1 - 1e-9)
             num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
@@ -213,24 +216,25 @@ class _Search:
             # `choose` prefers fewer chunks unless more chunks are faster by the factor `SIMPLER`.
             if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
                 break
-            plans = [plan for layout in layouts if (plan := self.try_first(layout)) is not None]
+            for layout in layouts:
+                self.try_first(layout)
             planned[combination] = layouts
-            time = min((plan.time for plan in plans), default=inf)
+            time = self.time_of(layouts)
             if time > shortest / GAIN:
                 break
             shortest = time
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Best planned time with unlimited memory; infinity, to skip recomputation, if memory hardly saves time."""
-        plans = [self.plans[layout] for layout in layouts if layout in self.plans]
-        layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
+        """Best planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
+        layout = min(layouts, key=lambda layout: self.time_of([layout]))
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
         except ScheduleError:  # no schedule exists for the layout, however large the memory
             return inf
-        return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
+        planned = self.time_of([layout])
+        return inf if planned < inf and time > planned / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with the request's partition or, without one, with balanced and even partitions."""
@@ -279,13 +283,8 @@ class _Search:
         if usual is not None and usual.time <= self.best_time * PROMISING**2:
             self.try_plan(usual.layout, self.request.effort)
 
-    def plan_refused(self) -> None:
-        """Plan again, with full effort, every layout for which no plan was found."""
-        for layout in [layout for layout in self._efforts if layout not in self.plans]:
-            self.try_plan(layout, self.request.effort)
-
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, the fast plans among the best of each combination and of the usual layout."""
+        """All plans; if durations vary, only the best plan of each `Layout.combination`, with its expected time."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -22,8 +22,7 @@ TENURE = 12
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""A search in a small problem restarts after a number of moves without a better plan: the number of operations of the
-problem, divided by `OPERATIONS_PER_MOVE`."""
+"""In a small problem the search restarts after `num_ops / OPERATIONS_PER_MOVE` moves without a better plan."""
 ATTEMPTS = 3
 """Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
 RESTARTS = 8
@@ -115,7 +114,11 @@ class _LocalSearch:
         for move in self._promising()[:ATTEMPTS]:
             self.stays[move.moved] = self.num_moves + TENURE
             if self._runs_after(move):
-                self._keep_if_better()
+                graph, best, small = self.graph, self.best, tolerance(self.best.cost)
+                if graph.cost < best.cost - small or (graph.cost < best.cost + small and graph.tie < best.tie - small):
+                    self.best = PlannedOrders(graph.cost, graph.orders(), graph.tie)
+                    self.best_lanes = [list(lane) for lane in graph.lanes]
+                    self.last_success = self.num_moves
                 return
         self.is_stuck = True
 
@@ -127,14 +130,6 @@ class _LocalSearch:
             self.moves.apply(undo)
             self.graph.evaluate()
         return runs
-
-    def _keep_if_better(self) -> None:
-        graph, best = self.graph, self.best
-        small = tolerance(best.cost)
-        if graph.cost < best.cost - small or (graph.cost < best.cost + small and graph.tie < best.tie - small):
-            self.best = PlannedOrders(graph.cost, graph.orders(), graph.tie)
-            self.best_lanes = [list(lane) for lane in graph.lanes]
-            self.last_success = self.num_moves
 
     def _promising(self) -> list[Move]:
         """The moves in the order of their estimated costs.

@@ -40,7 +40,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     """Two plans of the layout `request.usual`: with the request's schedule, and with megatron-core's own schedule.
 
     Args:
-        request: a request with a usual layout.
+        request: a request whose field `usual` is not None.
         chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
             the layout `request.usual`, that plan is returned as the plan with the request's schedule.
 
@@ -58,7 +58,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
 
 def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
-    """The request for megatron-core's own schedule in the same layout; None if megatron-core has no such schedule.
+    """The given request with megatron-core's own schedule for its layout; None if megatron-core has no schedule.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -89,10 +89,10 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 def time_of_usual(request: PlanRequest) -> float:
     """Time of megatron-core's own schedule in the layout `request.usual`; infinity if no schedule exists or fits."""
-    try:
-        return inf if request.usual is None else as_megatron_runs(request, request.usual).time
-    except ScheduleError:
-        return inf
+    with suppress(ScheduleError):
+        if request.usual is not None:
+            return as_megatron_runs(request, request.usual).time
+    return inf
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
@@ -119,7 +119,7 @@ def capacity_of_multiple(
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank.
-            Otherwise, `multiple` refers to 1F1B with one chunk a rank and the numbers of layers per rank of `layout`.
+            If `is_interleaved` is false, `multiple` refers to 1F1B with one chunk a rank and the same layers per rank.
 
     Returns:
         The memory capacity, in the unit of the costs.
@@ -127,9 +127,7 @@ def capacity_of_multiple(
     request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement
     if not is_interleaved or request.num_microbatches < placement.num_ranks:
-        partition = tuple(
-            sum(layout.partition[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
-        )
+        partition = tuple(map(int, placement.sums(layout.partition)))
         layout = replace(layout, placement=Placement("linear", placement.num_ranks), partition=partition)
     plan = _own(request, layout)
     memory = zip(plan.states, plan.timeline.peak_memory, strict=True)

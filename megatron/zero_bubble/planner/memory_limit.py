@@ -30,13 +30,11 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers to the peak memory of interleaved 1F1B if a rank has v > 1 chunks. With groups of p
-    microbatches, the peak memory of interleaved 1F1B is (p + (p-1)/v) M_B."""
+    """Whether `multiple` refers to interleaved 1F1B, whose peak is (p + (p-1)/v) M_B, if a rank has v > 1 chunks."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
-    """Number of microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; by default the
-    number of ranks."""
+    """Microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; p by default."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -64,7 +62,7 @@ class MemoryLimit:
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
-        return self.multiple * max(self._peaks(placement)(placement, costs, num_microbatches, recompute))
+        return self.in_bytes(placement, costs, num_microbatches, None, recompute=recompute)
 
     def in_bytes(
         self,
@@ -86,18 +84,15 @@ class MemoryLimit:
             recompute: which microbatches have an R (recomputation).
         """
         if self.multiple is not None:
-            peaks = self._peaks(placement)(placement, costs, num_microbatches, recompute)
+            peaks_of: Callable[..., tuple[float, ...]] = one_f_one_b_peaks
+            if self.is_interleaved and placement.num_chunks > 1:
+                peaks_of = partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
+            peaks = peaks_of(placement, costs, num_microbatches, recompute)
             return self.multiple * max(map(add, peaks, inside or (0,) * len(peaks)))
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
         return free_bytes
-
-    def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """The function that computes each rank's peak memory; the memory limit is a multiple of the largest peak."""
-        if not self.is_interleaved or placement.num_chunks == 1:
-            return one_f_one_b_peaks
-        return partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
 
 
 def _positive(number: str, text: str) -> float:
@@ -155,11 +150,11 @@ def interleaved_peaks(
     pairs: bool = False,
     group_size: int | None = None,
 ) -> tuple[float, ...]:
-    """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`, with or without pairs.
+    """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`.
 
-    The number of microbatches is rounded up to a multiple of `group_size`, the number of microbatches that pass through
-    a chunk before the next chunk's turn. By default `group_size` is the number of ranks, because megatron-core requires
-    a multiple of the number of ranks.
+    With `pairs`, interleaved 1F1B runs a forward and a backward as one operation. The number of microbatches is rounded
+    up to a multiple of `group_size`, the number of microbatches that pass through a chunk before the next chunk's turn.
+    By default `group_size` is the number of ranks, as in megatron-core.
     """
     p, size = placement.num_ranks, group_size or placement.num_ranks
     # With more than three groups of at least p microbatches the peaks stay the same, apart from `memory_left`.

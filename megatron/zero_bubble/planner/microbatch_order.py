@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import inf
 from random import Random
 from typing import Any, NamedTuple
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.orders import orders_of_schedule
 from megatron.zero_bubble.planner.problem import Problem
-from megatron.zero_bubble.planner.request import Limits, tolerance
-from megatron.zero_bubble.schedule.block_groups import in_groups
+from megatron.zero_bubble.planner.request import Limits, are_within, tolerance
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Schedule
@@ -150,27 +148,19 @@ class _Step:
         assert schedule.num_microbatches == len(costs), "every microbatch has costs"
         assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
         schedule = schedule.without_communication()
-        costs = [in_groups(each, schedule.groups) for each in costs]
         self._inside = inside or [(0.0,) * schedule.num_stages] * len(costs)
-        problem = Problem(
-            schedule.placement,
-            schedule.num_microbatches,
-            costs[0],
-            (0.0,) * schedule.num_ranks,
-            overlap_communication,
-            takes_makespan=not interlocks,
-        )
+        options = {"overlap_communication": overlap_communication, "takes_makespan": not interlocks}
+        self._problems = [Problem.solved_by(schedule, each, **options) for each in costs]
+        problem = self._problems[0]
         self._graph = graph = OrderGraph(problem, orders_of_schedule(problem, schedule))
-        self._problems = [replace(problem, costs=each) for each in costs]
         codes = range(len(graph.duration) // len(costs))
         self._durations = [[each.duration[code] for each in self._problems] for code in codes]
         self._latencies = [[each.latency[code] for each in self._problems] for code in codes]
         self._fused = [
-            (stage, op.microbatch)
+            (schedule.placement.stage_of(rank, op.chunk), op.microbatch)
             for rank, ops in enumerate(schedule.ops)
             for op in ops
             if len(KINDS[op.kind].makes) > 1
-            for stage in (schedule.placement.stage_of(rank, op.chunk),)
         ]
         """(stage, place) of each operation that fuses B and W; its input gradient is ready only at the end of W."""
 
@@ -191,7 +181,7 @@ class _Step:
 
     def fits(self, places: _Places, limits: Limits) -> bool:
         """Whether every rank's memory stays within its limit with microbatches in the order `places`."""
-        return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
+        return are_within(self.peaks(places), limits)
 
     def peaks(self, places: _Places) -> list[float]:
         """Rank -> peak memory of the step with microbatches in the order `places`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -18,7 +18,6 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, OpKind
 from megatron.zero_bubble.schedule.memory import memory_held, peak_memory
-from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
@@ -26,11 +25,9 @@ _STEP = 2**0.5
 _MOST_LIMITS = 5
 """Largest number of memory limits, above the problem's limit, under which schedules without copies are planned."""
 _ROUNDS = 3
-"""Number of rounds in which copies to the host are placed in a schedule. Each round uses simulated times of the
-schedule that the previous round has returned."""
+"""Rounds in which copies are placed in a schedule, each with simulated times of the previous round's schedule."""
 _NEAR = 1.05
-"""A further round places the copies to the host again only if the schedule of the round before takes at most this
-factor times as long as the fastest schedule so far."""
+"""Copies are placed again if the schedule takes at most this factor times as long as the fastest schedule so far."""
 
 _LEAST_RULES = 3
 """Smallest number of rules (see `CopyRule`) that are tried, for a schedule of any size."""
@@ -51,8 +48,7 @@ class CopyRule(NamedTuple):
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Time of a copy in estimates, as a multiple of the copy's time. Below 1, a rank that lacks memory waits for a copy
-    to the host that is about to end, instead of copying other activations."""
+    """Estimated time of a copy, relative to its real time. Below 1, ranks rather wait for a copy that is about to end."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -60,12 +56,16 @@ _ASSUMED = (0.95, 0.9, 0.8, 0.7)
 """Values of `CopyRule.assumed` that are tried with the best of `RULES`."""
 
 
-class _Uncopied(NamedTuple):
-    """A schedule without copies to the host, into which copies are inserted."""
+class _Copied(NamedTuple):
+    """The fastest schedule with copies to the host so far."""
 
-    timeline: Timeline
-    slowdown: float
-    """Slowdown that variations in durations cause."""
+    time: float
+    """Expected time of the schedule; before a schedule is found, the time that the schedule has to undercut."""
+    schedule: Schedule | None = None
+    uncopied: Schedule | None = None
+    """The schedule into which copies were inserted."""
+    rule: CopyRule = RULES[0]
+    """The rule that inserted the copies."""
 
 
 def offloaded(
@@ -88,16 +88,14 @@ def offloaded(
     """
     if not any(problem.costs.memory_d):
         return None
-    best, best_rule, limits = None, None, problem.limits
+    best, limits = _Copied(shortest), problem.limits
+    num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
+    rules = RULES[:: ceil(len(RULES) / num_rules)]
     for _ in range(_MOST_LIMITS):
         limits = tuple(limit * _STEP for limit in limits)
         is_last = False
         for schedule in plans(limits):
-            uncopied = _uncopied(schedule, problem)
-            for rule in _rules(problem):
-                for timeline, time in _placed(uncopied, problem, rule, shortest):
-                    if time < shortest * (1 - 1e-9):
-                        best, best_rule, shortest = timeline.schedule, (uncopied, rule), time
+            best = _faster(best, schedule, rules, problem)
             peaks = peak_memory(schedule, problem.costs)
             # If no rank of a plan exceeds the previous, smaller limit, a larger limit gives the same plan. A plan that
             # keeps the limits of the problem is an exception, because such a plan is slow.
@@ -106,46 +104,28 @@ def offloaded(
             )
         if is_last:
             break
-    if best_rule is not None:
-        uncopied, rule = best_rule
-        for assumed in _ASSUMED:
-            for timeline, time in _placed(uncopied, problem, rule._replace(assumed=assumed), shortest):
-                if time < shortest * (1 - 1e-9):
-                    best, shortest = timeline.schedule, time
+    if best.uncopied is not None:
+        best = _faster(best, best.uncopied, [best.rule._replace(assumed=assumed) for assumed in _ASSUMED], problem)
+    return best.schedule
+
+
+def _faster(best: _Copied, uncopied: Schedule, rules: Iterable[CopyRule], problem: Problem) -> _Copied:
+    """Return the fastest of `best` and the schedules that the rules make of `uncopied` by inserting copies."""
+    without = problem.simulated(uncopied.without_communication())
+    factor = slowdown(without, problem.spread, problem.time_between)
+    for rule in rules:
+        timed = without
+        for _ in range(_ROUNDS):
+            placed = with_copies(timed, problem, rule)
+            if placed is None:
+                break
+            timed = problem.simulated(placed)
+            time, _ = problem.judged(factor * timed.cost, factor * timed.makespan)
+            if time < best.time * (1 - 1e-9):
+                best = _Copied(time, timed.schedule, uncopied, rule)
+            elif time > best.time * _NEAR:
+                break
     return best
-
-
-def _uncopied(schedule: Schedule, problem: Problem) -> _Uncopied:
-    timeline = _simulated(schedule.without_communication(), problem)
-    return _Uncopied(timeline, slowdown(timeline, problem.spread, problem.time_between))
-
-
-def _rules(problem: Problem) -> Sequence[CopyRule]:
-    """More copy rules if `problem.budget`, the number of operations that may be planned, is larger."""
-    num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
-    return RULES[:: ceil(len(RULES) / num_rules)]
-
-
-def _placed(uncopied: _Uncopied, problem: Problem, rule: CopyRule, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield simulations, each with its expected time, of a schedule with copies that a rule has placed once or more.
-
-    If a schedule with copies is much slower than `shortest`, its copies are not placed again.
-    """
-    timed = uncopied.timeline
-    for _ in range(_ROUNDS):
-        placed = with_copies(timed, problem, rule)
-        if placed is None:
-            return
-        timed = _simulated(placed, problem)
-        time, _ = problem.judged(uncopied.slowdown * timed.cost, uncopied.slowdown * timed.makespan)
-        yield timed, time
-        shortest = min(time, shortest)
-        if time > shortest * _NEAR:
-            return
-
-
-def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
-    return simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
 
 
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
@@ -214,7 +194,7 @@ class _Kept(NamedTuple):
 
 
 class _RankCopies:
-    """Inserts copies into the order of one rank."""
+    """Inserts copies of activations to the host and back into the order of one rank."""
 
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
@@ -226,10 +206,8 @@ class _RankCopies:
         self._out = [rule.assumed * costs.time_d[stage] for stage in stages]
         self._back = [rule.assumed * costs.time_h[stage] for stage in stages]
         self._starts = [timed.start for timed in lane]
-        self._backward = {
-            (timed.op.microbatch, timed.op.chunk): k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS
-        }
-        fixed = {(timed.op.microbatch, timed.op.chunk) for timed in lane if timed.op.kind is OpKind.R}
+        self._backward = {timed.op[1:]: k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS}
+        fixed = {timed.op[1:] for timed in lane if timed.op.kind is OpKind.R}
         self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
         held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
@@ -249,7 +227,6 @@ class _RankCopies:
     def ops(self) -> tuple[Op, ...] | None:
         """Return the operations of the rank with copies; None if the rank exceeds its memory limit even with copies."""
         for k, ((op, _, end), change) in enumerate(zip(self._lane, self._changes, strict=True)):
-            key = op.microbatch, op.chunk
             if k in self._early:
                 continue
             if not self._bring_back(k) or (change > 0 and not self._make_room(change, k)):
@@ -258,8 +235,8 @@ class _RankCopies:
             if op.kind is OpKind.W:
                 self._weights.remove(k)
             self._memory += change
-            if op.kind is OpKind.F and key in self._movable:
-                self._keep(key, end)
+            if op.kind is OpKind.F and op[1:] in self._movable:
+                self._keep(op[1:], end)
         return tuple(self._placed)
 
     def _keep(self, key: _Key, end: float) -> None:

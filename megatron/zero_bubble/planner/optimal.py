@@ -13,14 +13,15 @@ from typing import Any
 
 from megatron.zero_bubble.planner.auto import limit_of_1f1b, multiple_of_p, planned
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.portfolio import best_of, fits
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 TIME_LIMIT = 20.0
@@ -32,16 +33,13 @@ TOLERANCE = 5e-4
 LONGEST = 2**40
 """Largest sum of the time steps of all operations, well below the largest integer of the solver, 2**63."""
 MAX_OPERATIONS = 1_000
-"""Largest number of F, B and W of an instance, over all stages. In an instance with more than `MAX_OPERATIONS`
-operations, the solver does not even find the schedule that it gets as a hint."""
+"""Largest number of F, B and W; in larger instances the solver does not even find the schedule of its hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
-_Key = tuple[OpKind, int, int]
-"""(kind, stage, microbatch)."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule, and a lower bound on the longest span of a rank in any schedule."""
+    """A schedule of an instance, and a lower bound on the longest span of a rank in any schedule of the instance."""
 
     schedule: Schedule
     cost: float
@@ -105,8 +103,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     limits = request.limits or multiple_of_p(costs, num_ranks, 2)
     problem = Problem.of(request, limits)
     start = planned(limit_of_1f1b, request.within(limits))
-    overlap_communication = request.overlap_communication
-    timeline = simulate(start, costs, overlap_communication=overlap_communication)
+    timeline = problem.simulated(start)
     bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)
     best = Solution(replace(start, name="optimal"), timeline.cost, bound)
     if best.is_optimal:
@@ -114,10 +111,12 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     program = _Program(problem)
     program.add_hint(timeline)
     orders, proven = program.solve(time_limit, bound)
-    bound = max(bound, proven)
-    improved = replace(best.schedule, ops=orders) if orders is not None else best.schedule
-    cost = simulate(improved, costs, overlap_communication=overlap_communication).cost
-    return Solution(improved, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
+    best = replace(best, bound=max(bound, proven))
+    if orders is None:
+        return best
+    improved = replace(schedule_of_orders(problem, orders), name="optimal")
+    cost = problem.simulated(improved).cost
+    return replace(best, schedule=improved, cost=cost) if cost < best.cost else best
 
 
 class _Program:
@@ -132,32 +131,38 @@ class _Program:
         self._model = cp_model.CpModel()
         self._problem = problem
         self._costs = costs = problem.costs
-        self._num_microbatches = problem.num_microbatches
-        self._stages = range(problem.num_stages)
-        self._times = costs.times()
-        self._scale = RESOLUTION / max(max(self._times[kind]) for kind in _KINDS)
-        self._starts: dict[_Key, Any] = {}
-        horizon = sum(self._steps(work) + 9 * self._num_microbatches for work in problem.work)
-        self._horizon = horizon + 2 * sum(self._steps(time) for time in costs.time_comm)
-        if self._horizon > LONGEST:
+        self._times = (*costs.time_f, *costs.time_b, *costs.time_w)
+        """Code of an operation -> time of its computation."""
+        self._scale = RESOLUTION / max(self._times)
+        horizon = sum(self._steps(work) + 9 * problem.num_microbatches for work in problem.work)
+        horizon += 2 * sum(self._steps(time) for time in costs.time_comm)
+        if horizon > LONGEST:
             raise ScheduleError("schedule optimal needs times of similar size: the times are too far apart; use auto")
-        self._span = self._model.new_int_var(0, self._horizon, "span")
-        for stage in self._stages:
+        self._span = self._model.new_int_var(0, horizon, "span")
+        self._starts = {
+            (code, k): self._model.new_int_var(0, horizon, f"{code}:{k}")
+            for code in range(len(self._times))
+            for k in range(problem.num_microbatches)
+        }
+        """(code of an operation, microbatch) -> start of its computation."""
+        for stage in range(problem.num_stages):
             self._add_stage(stage)
-            self._add_memory(stage, problem.limits[stage])
-        self._add_dependencies()
+            self._add_memory(stage)
+        for source, target, latency in problem.links:
+            delay = self._steps(latency) + self._steps(problem.receiving[target])
+            self._add_dependency(source, target, delay)
         self._model.minimize(self._span)
 
     def add_hint(self, timeline: Timeline) -> None:
         """Give the start times of `timeline` to the solver as a hint."""
         for rank, lane in enumerate(timeline.lanes):
             for op, start, _ in lane:
-                kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
-                for kind in kinds:
-                    delay = self._times[OpKind.B][rank] if kind is not op.kind and kind is OpKind.W else 0
-                    self._model.add_hint(self._starts[kind, rank, op.microbatch], self._steps(start + delay))
+                for kind in KINDS[op.kind].makes:
+                    code = _KINDS.index(kind) * self._problem.num_stages + rank
+                    delay = self._costs.time_b[rank] * (kind is OpKind.W and op.kind is OpKind.BW)
+                    self._model.add_hint(self._starts[code, op.microbatch], self._steps(start + delay))
 
-    def solve(self, time_limit: float, bound: float) -> tuple[tuple[tuple[Op, ...], ...] | None, float]:
+    def solve(self, time_limit: float, bound: float) -> tuple[list[Order] | None, float]:
         """Run the solver.
 
         Args:
@@ -168,74 +173,56 @@ class _Program:
             The best orders (None without a solution), and a lower bound on the longest span in the unit of the costs.
         """
         # The lower bound for exact costs is reduced so that it excludes no solution with rounded costs.
-        slack = 3 * self._num_microbatches * len(self._stages)
+        slack = len(self._starts)
         self._model.add(self._span >= max(0, self._steps(bound) - slack))
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit
         status = solver.solve(self._model)
         if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
             return None, 0.0
-        orders = []
-        for stage in self._stages:
-            keys = [key for key in self._starts if key[1] == stage]
-            keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
-            orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
+        orders: list[Order] = [[] for _ in range(self._problem.num_stages)]
+        for code, _ in sorted(self._starts, key=lambda op: (solver.value(self._starts[op]), op)):
+            orders[code % len(orders)].append(code)
         # The solver's lower bound is reduced too: rounded times on the critical path are wrong by up to half a step.
-        return tuple(orders), (solver.best_objective_bound - slack) / self._scale
+        return orders, (solver.best_objective_bound - slack) / self._scale
 
     def _steps(self, time: float) -> int:
         return round(float(time) * self._scale)
 
-    def _duration(self, kind: OpKind, stage: int) -> int:
-        return max(1, self._steps(self._times[kind][stage]))
+    def _duration(self, code: int) -> int:
+        return max(1, self._steps(self._times[code]))
 
-    def _end(self, kind: OpKind, stage: int, microbatch: int) -> Any:
-        return self._starts[kind, stage, microbatch] + self._duration(kind, stage)
+    def _end(self, code: int, microbatch: int) -> Any:
+        return self._starts[code, microbatch] + self._duration(code)
+
+    def _add_dependency(self, source: int, target: int, delay: int = 0) -> None:
+        for k in range(self._problem.num_microbatches):
+            self._model.add(self._starts[target, k] >= self._end(source, k) + delay)
 
     def _add_stage(self, stage: int) -> None:
-        intervals = []
-        for number, kind in enumerate(_KINDS):
-            code = number * len(self._stages) + stage
-            receiving, sending = self._steps(self._problem.receiving[code]), self._steps(self._problem.sending[code])
-            occupied = receiving + self._duration(kind, stage) + sending
-            for k in range(self._num_microbatches):
-                name = f"{kind.value}{k}@{stage}"
-                start = self._model.new_int_var(0, self._horizon, name)
-                self._starts[kind, stage, k] = start
-                intervals.append(self._model.new_fixed_size_interval_var(start - receiving, occupied, f"i{name}"))
+        problem, intervals = self._problem, []
+        f, b, w = range(stage, len(self._times), problem.num_stages)
+        for code in (f, b, w):
+            receiving, sending = self._steps(problem.receiving[code]), self._steps(problem.sending[code])
+            occupied = receiving + self._duration(code) + sending
+            for k in range(problem.num_microbatches):
+                start = self._starts[code, k]
+                intervals.append(self._model.new_fixed_size_interval_var(start - receiving, occupied, f"i{code}:{k}"))
                 if k > 0:
-                    self._model.add(start >= self._end(kind, stage, k - 1))
+                    self._model.add(start >= self._end(code, k - 1))
         self._model.add_no_overlap(intervals)
-        for k in range(self._num_microbatches):
-            self._model.add(self._starts[OpKind.W, stage, k] >= self._end(OpKind.B, stage, k))
-        last = self._end(OpKind.W, stage, self._num_microbatches - 1)
-        self._model.add(self._span >= last - self._starts[OpKind.F, stage, 0])
+        self._add_dependency(b, w)
+        self._model.add(self._span >= self._end(w, problem.num_microbatches - 1) - self._starts[f, 0])
 
-    def _add_dependencies(self) -> None:
-        f, b = OpKind.F, OpKind.B
-        last = len(self._stages) - 1
-        for stage in self._stages:
-            for k in range(self._num_microbatches):
-                if stage > 0:
-                    comm = self._steps(self._costs.time_comm[stage - 1])
-                    self._model.add(self._starts[f, stage, k] >= self._end(f, stage - 1, k) + comm)
-                if stage < last:
-                    comm = self._steps(self._costs.time_comm[stage])
-                    self._model.add(self._starts[b, stage, k] >= self._end(b, stage + 1, k) + comm)
-                else:
-                    self._model.add(self._starts[b, stage, k] >= self._end(f, stage, k))
-
-    def _add_memory(self, stage: int, limit: float) -> None:
-        costs = self._costs
-        whole = max(abs(costs.memory_f[stage]), abs(costs.memory_b[stage]), abs(costs.memory_w[stage]), 1e-30)
-        unit = RESOLUTION / whole
-        changes = (costs.memory_f[stage], costs.memory_b[stage], costs.memory_w[stage])
-        if limit == float("inf") or limit >= self._num_microbatches * sum(max(0, change) for change in changes):
+    def _add_memory(self, stage: int) -> None:
+        costs, m, limit = self._costs, self._problem.num_microbatches, self._problem.limits[stage]
+        changes = costs.memory_f[stage], costs.memory_b[stage], costs.memory_w[stage]
+        if limit >= m * sum(max(0, change) for change in changes):
             return
-        times, demands = [], []
-        for k in range(self._num_microbatches):
-            times += [self._starts[OpKind.F, stage, k], self._end(OpKind.B, stage, k), self._end(OpKind.W, stage, k)]
-            demands += [round(change * unit) for change in changes]
+        f, b, w = range(stage, len(self._times), self._problem.num_stages)
+        unit = RESOLUTION / max(*map(abs, changes), 1e-30)
+        demands = [round(change * unit) for change in changes] * m
+        times = [time for k in range(m) for time in (self._starts[f, k], self._end(b, k), self._end(w, k))]
         low = min(0, sum(demand for demand in demands if demand < 0))
         # The limit is raised by half a unit for each rounded change of memory.
         high = int(limit * unit) + len(demands) // 2

@@ -9,7 +9,7 @@ weight gradients run earlier or, with planned recomputation, a microbatch drops 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -20,14 +20,13 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations that the search tries to move out of a stretch of the critical path at each end of the stretch.
-A `Stretch` is a sequence of operations that one rank runs without idle time."""
+"""Number of operations that are tried at each end of a stretch of the critical path (see the top of this file)."""
 HORIZON = 200
 """Number of operations after an operation above the memory limit among which a repair searches for a W or B."""
 
 
 class Move(NamedTuple):
-    """A change of the order of one rank: `part` replaces the operations from position `first` up to position `end`."""
+    """A change of the order of one rank, in which `part` replaces the operations from position `first` up to `end`."""
 
     rank: int
     moved: int
@@ -86,13 +85,11 @@ class OrderMoves:
 
     def fitting(self, move: Move) -> Iterator[Move]:
         """Yield the move if the rank's memory stays within its limit; otherwise yield repaired moves that fit."""
-        if self._fits(move):
-            moves = [move]
-        else:
+        moves: Iterable[Move | None] = [move]
+        if not self._fits(move):
             first_drops = (False, True) if self.may_drop else (False,)
-            repaired = (_Repair(self, move, drops_first=drops_first).move() for drops_first in first_drops)
-            moves = [each for each in repaired if each is not None]
-        yield from filter(self._keeps_recomputation, moves)
+            moves = (_Repair(self, move, drops_first=drops_first).move() for drops_first in first_drops)
+        yield from (each for each in moves if each is not None and self._keeps_recomputation(each))
 
     def _fits(self, move: Move) -> bool:
         memory, limit, allocation = self.memory_before(move), self.limits[move.rank], self.graph.allocation
@@ -183,11 +180,9 @@ class _Repair:
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
-        """Number of the F that drops its activations before the move and keeps them after the move; None without such
-        an F."""
+        """The F that drops its activations before, and keeps them after the move; None without such an F."""
         self._new_drops: set[int] = set()
         """Numbers of the F that keep their activations before the move and drop them after the move."""
-        self._num_microbatches = moves.problem.num_microbatches
         self._b, self._w, self._r = moves.b, moves.w, moves.r
         repairs = [self._place_weight_gradient, self._drop]
         self._repairs = repairs[::-1] if drops_first else repairs[: 1 + moves.may_drop]
@@ -209,7 +204,7 @@ class _Repair:
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Place the next W that can run before the next operation; return False if no W can."""
+        """Place the next W that can run before the next operation; return False if there is no such W."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
@@ -226,7 +221,7 @@ class _Repair:
         The repair drops the activations with the shortest critical path through their R. Of several activations with
         paths of equal length, the repair drops the activations with the latest backward.
         """
-        graph, begin, m = self._graph, self._num_placed, self._num_microbatches
+        graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]
         waiting, dropped = set(unplaced), graph.dropped | self._new_drops
         best, shortest = None, inf
@@ -260,6 +255,6 @@ class _Repair:
             return False
         if position == self._num_placed + 1 and forward == self._order[self._num_placed]:
             return False
-        m = self._num_microbatches
+        m = self._graph.num_microbatches
         later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if each in dropped), None)
         return later is None or later in waiting

@@ -1,8 +1,8 @@
-"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready or will be soon."""
+"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready or will soon be ready."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappush
 from itertools import islice, product
@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory: `apart`, or a planned or published schedule with pairs.
+    """The fastest schedule that fits in memory, among `apart` and schedules with pairs of a forward and a backward.
 
     Args:
         name: name of the returned schedule.
@@ -48,13 +48,13 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
         apart: the plan without pairs, within the memory limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
-    planned = (_plan(_PairedRanks(problem, policy)) for policy in islice(_policies(problem), number))
+    planned = (_PairedRanks(problem, policy).schedule() for policy in islice(_policies(problem), number))
     named = list(_named(problem))
     orders = [_computations(schedule) for schedule in named]
     orders += [_neighbours_paired(_computations(apart), first) for first in (OpKind.F, OpKind.B)]
     rules = product((GapRule.ALWAYS, GapRule.BALANCED), _may_fuse(problem))
     policies = [PairPolicy((), weights=weights, fuses=fuses) for weights, fuses in rules]
-    ordered = (_plan(_OrderedRanks(problem, policy, order)) for order in orders for policy in policies)
+    ordered = (_OrderedRanks(problem, policy, order).schedule() for order in orders for policy in policies)
     candidates = [apart, *filter(None, planned), *filter(None, ordered), *named]
     return replace(best_of([each for each in candidates if each is apart or fits(each, problem)], problem), name=name)
 
@@ -72,7 +72,7 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try: False, and also True if W takes less time in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try; True is tried only if W takes less time in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
@@ -118,7 +118,7 @@ def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
 
 
 def _named(problem: Problem) -> Iterator[Schedule]:
-    """Yield the published schedule with pairs for the placement, if such a schedule exists."""
+    """Yield DualPipe-V for a V-shaped placement, or interleaved 1F1B with pairs for an interleaved placement."""
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     try:
         if placement.kind == "v" and placement.num_chunks == 2:
@@ -129,27 +129,6 @@ def _named(problem: Problem) -> Iterator[Schedule]:
         return
 
 
-def _plan(loop: _PairedRanks) -> Schedule | None:
-    """Run the event loop and return its schedule; None if the ranks deadlock."""
-    plan = loop.run()
-    if plan is None:
-        return None
-    schedule = schedule_of_orders(loop.problem, plan.orders)
-    return replace(schedule, ops=tuple(map(_as_pairs, schedule.ops, loop.paired)))
-
-
-def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """Change the kind of each B that runs in a pair to the kind of the pair.
-
-    The W of a B is left out if the pair with this B also computes the weight gradients.
-    """
-    return tuple(
-        op._replace(kind=paired.get(op, op.kind))
-        for op in ops
-        if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
-    )
-
-
 class _PairedRanks(EventLoop):
     """A policy that runs pairs of F and B; a pair has the code `codes.end + stage of F * num_stages + stage of B`."""
 
@@ -158,6 +137,22 @@ class _PairedRanks(EventLoop):
         self.policy = policy
         self.paired: list[dict[Op, OpKind]] = [{} for _ in range(problem.num_ranks)]
         """Rank -> {B that runs in a pair: kind of the pair}."""
+
+    def schedule(self) -> Schedule | None:
+        """Run the event loop and return its schedule with pairs; None if the ranks deadlock."""
+        plan = self.run()
+        if plan is None:
+            return None
+        apart = schedule_of_orders(self.problem, plan.orders)
+        lanes = (
+            tuple(
+                op._replace(kind=paired.get(op, op.kind))
+                for op in ops
+                if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
+            )
+            for ops, paired in zip(apart.ops, self.paired, strict=True)
+        )
+        return replace(apart, ops=tuple(lanes))
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         codes, policy, weights = self.codes, self.policy, self.weights[rank]
@@ -170,7 +165,7 @@ class _PairedRanks(EventLoop):
                 return weights[0], now
             f, f_ready = -1, inf
         if f >= 0 and b >= 0 and f_ready <= now and b_ready <= now:
-            return codes.end + f * self.num_stages + b - codes.b, now
+            return self.pair_of(f, b), now
         patience = policy.patience * self.duration[codes.b + stages[0]]
         if b >= 0 and b_ready <= now and f_ready > now + patience:
             return b, now
@@ -182,6 +177,15 @@ class _PairedRanks(EventLoop):
         if weights and self.fills(rank, now, max(now, ready), self.duration[weights[0]], policy.weights):
             return weights[0], now
         return -1, ready if ready > now else inf
+
+    def pair_of(self, f: int, b: int) -> int:
+        """The code of the pair of an F and a B."""
+        return self.codes.end + f * self.num_stages + b - self.codes.b
+
+    def parts_of(self, code: int) -> tuple[int, ...]:
+        """The codes of the F and the B of a pair; the code itself for other operations."""
+        forward, backward = divmod(code - self.codes.end, self.num_stages)
+        return (code,) if code < self.codes.end else (forward, self.codes.b + backward)
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
         """Code and start time of the operation of one kind that can start first; (-1, inf) if no start is known.
@@ -201,23 +205,23 @@ class _PairedRanks(EventLoop):
             super().start(code, rank, now, events)
             return
         codes, problem = self.codes, self.problem
-        forward, backward = divmod(code - codes.end, self.num_stages)
+        forward, b = self.parts_of(code)
+        backward = b - codes.b
         # A stage computes weight gradients in microbatch order.
-        in_order = self.done[codes.w + backward] == self.done[codes.b + backward]
+        in_order = self.done[codes.w + backward] == self.done[b]
         fuses = self.policy.fuses and in_order and _hides_weights(problem, forward, backward)
         kind = OpKind.PBW if fuses else OpKind.PB
         time = problem.costs.time_of_pair(forward, kind, backward)
-        microbatch = self.done[codes.b + backward]
-        self.paired[rank][Op(OpKind.B, microbatch, problem.placement.chunk_of(backward))] = kind
+        self.paired[rank][Op(OpKind.B, self.done[b], problem.placement.chunk_of(backward))] = kind
         if not self.has_started[rank]:
             self.has_started[rank], self.span_start[rank] = True, now - self.worked[rank]
-        self.orders[rank] += [forward, codes.b + backward]
+        self.orders[rank] += [forward, b]
         self.end[rank] = self.free[rank] = end = now + time
         self.worked[rank] += time
-        self.memory[rank] += self.allocation[forward] + self.allocation[codes.b + backward]
+        self.memory[rank] += self.allocation[forward] + self.allocation[b]
         heappush(events, (end, rank))
         self.note_results(forward, rank, end, events)
-        self.note_results(codes.b + backward, rank, end, events)
+        self.note_results(b, rank, end, events)
         weight = codes.w + backward
         self.offer_weight(weight, rank)
         if fuses:
@@ -237,30 +241,18 @@ class _OrderedRanks(_PairedRanks):
 
     def _code(self, rank: int, together: tuple[Op, ...]) -> int:
         stages = self.problem.stages_of[rank]
-        first = self.codes.b if together[0].kind is OpKind.B else self.codes.f
-        if len(together) == 1:
-            return first + stages[together[0].chunk]
-        forward, backward = together
-        return self.codes.end + stages[forward.chunk] * self.num_stages + stages[backward.chunk]
+        codes = [stages[op.chunk] + self.codes.b * (op.kind is OpKind.B) for op in together]
+        return self.pair_of(*codes) if len(codes) == 2 else codes[0]
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         weights, queue = self.weights[rank], self._queues[rank]
         if not queue:
             return (weights[0], now) if weights else (-1, inf)
-        code = queue[-1]
-        codes, alone = self.codes, code < self.codes.end
-        forward, backward = (code, code) if alone else divmod(code - codes.end, self.num_stages)
-        parts = (code,) if alone else (forward, codes.b + backward)
+        first, *_ = parts = self.parts_of(queue[-1])
         ready = max(self.next_arrival(part, now) for part in parts)
-        is_full = forward < codes.b and self.memory[rank] + self.allocation[forward] > self.limits[rank]
-        if weights and (is_full or (ready > now and self._fills(rank, now, ready))):
-            return weights[0], now
-        return (code, now) if ready <= now else (-1, ready)
-
-    def _fills(self, rank: int, now: float, ready: float) -> bool:
-        return self.fills(rank, now, ready, self.duration[self.weights[rank][0]], self.policy.weights)
-
-    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
-        if self._queues[rank] and code == self._queues[rank][-1]:
-            self._queues[rank].pop()
-        super().start(code, rank, now, events)
+        is_full = first < self.codes.b and self.memory[rank] + self.allocation[first] > self.limits[rank]
+        if weights:
+            fills = ready > now and self.fills(rank, now, ready, self.duration[weights[0]], self.policy.weights)
+            if is_full or fills:
+                return weights[0], now
+        return (queue.pop(), now) if ready <= now else (-1, ready)

@@ -13,14 +13,12 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Weight of unequal work of the stages when partitions are compared. The estimated time of a partition is multiplied by
-`1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`, where u is the `_unevenness` of the stages' work and v is the
-`_unevenness` of the ranks' memory."""
+"""Weight of unequal work of the stages in the compared time of a partition: the estimate times `1 + STAGES_WEIGHT * u +
+HOLDING_WEIGHT * v`, with the `_unevenness` u of the stages' work and v of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
-"""Partitions with times that differ by at most this factor count as equally good. The most even of equally good
-partitions is taken, so that two measurements of the same costs lead to the same partition."""
+"""Factor between the times of partitions up to which measurement errors decide; the most even partition is taken."""
 
 
 class Balance:
@@ -85,12 +83,12 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times)."""
+        """Sort key of partitions, the best first: memory beyond `room`, then time, then unevenness of end times."""
         ends = self._ends(partition, self._work.of_stages(partition))
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
-        """Time by which partitions are compared: `estimate`, increased if stages differ in work or ranks in memory.
+        """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
 
         The weights of differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
@@ -118,11 +116,11 @@ class Balance:
             for stages in self.stages_of
         ]
 
-    def _holdings(self, partition: Sequence[int]) -> list[float]:
+    def _holdings(self, partition: Sequence[int]) -> tuple[float, ...]:
         """Rank -> memory of its activations, up to a common factor; early stages hold activations for longer."""
         size = len(partition)
         holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
-        return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
+        return self.placement.sums(holdings)
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
         """Rank -> memory by which model states and one microbatch exceed the rank's memory; zero if both fit.
@@ -149,7 +147,7 @@ class Balance:
 
 
 def _unevenness(values: Sequence[float]) -> float:
-    """The mean of the squares divided by the square of the mean: 1 if all values are equal."""
+    """The mean of the squared values divided by the square of their mean; 1 if all values are equal."""
     total = sum(values)
     return len(values) * sum(map(mul, values, values)) / total**2 if total > 0 else 1
 
@@ -181,7 +179,7 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key of partitions: the most even first; if equally even, the fewest layers in early stages first."""
+    """Sort key that puts the most even partition first; of two, the partition with fewer layers in early stages."""
     return sum(number * number for number in partition), partition
 
 
@@ -214,11 +212,8 @@ def _improved(
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
             # Most moves make the partition worse; one value of `Balance.order` is enough to refuse such a move.
-            worse = balance.excess(changed) > best[0] if best[0] > 0 else balance.time(changed) > best[1]
-            if worse:
-                continue
-            order = balance.order(changed)
-            if _is_less(order, best):
+            is_worse = balance.excess(changed) > best[0] if best[0] > 0 else balance.time(changed) > best[1]
+            if not is_worse and _is_less(order := balance.order(changed), best):
                 partition, best, improved = changed, order, True
     return partition
 
@@ -239,15 +234,10 @@ def moves_from(
         if partition[giver] > least[giver]:
             for taker in range(len(partition)):
                 if taker != giver and (not within_rank or rank_of[taker] == rank_of[giver]):
-                    yield moved(partition, giver, taker)
-
-
-def moved(partition: Partition, giver: int, taker: int) -> Partition:
-    """Return the partition after one layer has moved from stage `giver` to stage `taker`."""
-    changed = list(partition)
-    changed[giver] -= 1
-    changed[taker] += 1
-    return tuple(changed)
+                    moved = list(partition)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    yield tuple(moved)
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:

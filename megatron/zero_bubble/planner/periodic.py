@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -19,8 +20,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Ratios of microbatches to ranks to try for the shorter schedule that is extended. Already with four times as many
-microbatches as ranks, most ranks reach the steady state long before their last microbatch."""
+"""Ratios of microbatches to ranks to try for the shorter schedule; with 4, most ranks reach the steady state."""
 MOST_DISPLACED = 0.1
 """A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16
@@ -31,17 +31,13 @@ NUM_CHECKED = 24
 """Number of the most regular periods whose peak memory is compared with the memory limits."""
 
 
-def is_long(placement: Placement, num_microbatches: int) -> bool:
-    """Whether a schedule has more than `LONG` operations, so that it is extended from a shorter schedule."""
-    return 3 * placement.num_stages * num_microbatches > LONG
-
-
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield microbatch counts of shorter schedules: `num_microbatches` minus a multiple of the number of ranks."""
-    if not is_long(placement, num_microbatches):
-        return
-    p = placement.num_ranks
-    for multiple in WARMUPS:
+    """Yield numbers of microbatches of shorter schedules that can be extended to `num_microbatches`.
+
+    No number is yielded for a schedule of at most `LONG` operations.
+    """
+    p, is_long = placement.num_ranks, 3 * placement.num_stages * num_microbatches > LONG
+    for multiple in WARMUPS if is_long else ():
         fewer = multiple * p + num_microbatches % p
         if 2 * fewer <= num_microbatches:
             yield fewer
@@ -103,7 +99,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of operations between those of the period that are not in the period, per operation of the period."""
+        """Displaced operations, which run during the period without belonging to it, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
@@ -173,12 +169,12 @@ class _Rank:
 
     def __init__(self, lane: Sequence[TimedOp]) -> None:
         self.starts = [timed.start for timed in lane]
-        self.rows: dict[tuple[OpKind, int], _Row] = {}
-        """(kind, chunk) -> the operations of the kind and chunk."""
+        self.rows: dict[tuple[OpKind, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        """(kind, chunk) -> (positions, microbatches) of the operations of the kind and chunk."""
         for position, ((kind, microbatch, chunk), _, _) in enumerate(lane):
-            row = self.rows.setdefault((kind, chunk), _Row([], []))
-            row.positions.append(position)
-            row.microbatches.append(microbatch)
+            positions, microbatches = self.rows[kind, chunk]
+            positions.append(position)
+            microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
         """Cut out the rank's part of a period that starts at `time`.
@@ -189,30 +185,23 @@ class _Rank:
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}
-        for (kind, chunk), row in self.rows.items():
-            first = bisect_left(row.positions, start)
-            if first < len(row.positions):
-                microbatch = row.microbatches[first]
+        for (kind, chunk), (positions, microbatches) in self.rows.items():
+            first = bisect_left(positions, start)
+            if first < len(positions):
+                microbatch = microbatches[first]
             elif kind is OpKind.R:
                 continue
             else:
                 return None
             if kind is OpKind.R:
-                forwards = self.rows[OpKind.F, chunk]
-                next_forward = bisect_left(forwards.positions, start)
-                microbatch = min([microbatch, *forwards.microbatches[next_forward : next_forward + 1]])
-            last = max(first, bisect_left(row.microbatches, microbatch + length))
+                f_positions, f_microbatches = self.rows[OpKind.F, chunk]
+                next_forward = bisect_left(f_positions, start)
+                microbatch = min([microbatch, *f_microbatches[next_forward : next_forward + 1]])
+            last = max(first, bisect_left(microbatches, microbatch + length))
             if kind is not OpKind.R and last - first < length:
                 return None
             size += last - first
             next_microbatch[kind, chunk] = microbatch + length
             if last > first:
-                end = max(end, row.positions[last - 1] + 1)
+                end = max(end, positions[last - 1] + 1)
         return _Part(start, end, size, next_microbatch)
-
-
-class _Row(NamedTuple):
-    """The operations of one kind and chunk of a rank, in microbatch order."""
-
-    positions: list[int]
-    microbatches: list[int]

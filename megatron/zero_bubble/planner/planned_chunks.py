@@ -11,7 +11,7 @@ from statistics import median
 
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups, warmup_length
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
+from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.errors import ScheduleError
@@ -32,25 +32,22 @@ RULES = (
     (GapRule.BALANCED, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Pairs of rules, for gaps shorter than a W and for gaps shorter than an F, to try for the two best group sizes. All
-group sizes are first tried with the default rules of `InGroups`."""
+"""Rules to try for the two best group sizes: for gaps shorter than a W, and for gaps shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Fractions to try for the decrease of the number of microbatches in flight from the first rank to the last rank. With
-a fraction of 1, the number of microbatches in flight decreases to one on the last rank."""
+"""Fractions to try for the decrease of microbatches in flight over the ranks; with 1 they decrease to one."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
 FAR = 1.25
-"""If the plan for a group size takes more than this factor times as long as the best plan, group sizes that are even
-further from the first group size are not tried."""
+"""Group sizes further from the first size than one whose plan takes this factor times the best time are skipped."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
 
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
-    """Plan a schedule; return the best schedule that fits in memory, either the plan or a named schedule.
+    """Return the best schedule that fits in memory, among planned schedules and named schedules such as 1F1B.
 
     A named schedule with a fused B and W can be faster than the plan, because the planner keeps B and W apart, and
     reserves the memory that B adds as soon as F or R starts.
@@ -76,7 +73,7 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
-        candidates, shortest = portfolio.schedules(problem), portfolio.cost
+        candidates, shortest = portfolio.schedules, portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         # With `Recompute.PLANNED` a plan without R that fits in memory was already compared with the named schedules.
         is_compared = problem.recompute is Recompute.PLANNED and problem.keeping_everything().is_feasible
@@ -106,17 +103,15 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
 
 def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
     """Plan orders within feasible limits and return the best plans; `group_size` is as in `best_in_groups`."""
-    portfolio = Portfolio(problem, budget_of(problem))
+    portfolio = Portfolio(problem)
     if group_size is None:
-        _try(portfolio, problem, _choices_of_groups(problem))
+        _try(portfolio, _choices_of_groups(problem))
+        portfolio.ensure_plan()
     else:
         given = range(0, problem.num_microbatches, group_size)
-        _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
-    if group_size is None:
-        portfolio.ensure_plan(problem)
-    if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size))
-    portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)
+        _try(portfolio, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
+    portfolio.insert_shards(lambda without: plan_chunks(without, group_size))
+    portfolio.improve(problem.budget, keeps_forwards=group_size is not None)
     return portfolio
 
 
@@ -130,11 +125,8 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
         return [(m,)]
-    wholes = [footprint.whole for footprint in problem.footprints]
-    in_flight = min(
-        limit / max(1e-9 * limit, whole)
-        for limit, whole in zip(problem.limits, problem.placement.sums(wholes), strict=True)
-    )
+    memory = zip(problem.limits, problem.whole_memory, strict=True)
+    in_flight = min(limit / max(1e-9 * limit, whole) for limit, whole in memory)
     most = min(p, m)
     size = round(max(1, min(most, max((v * in_flight - p) / (v - 1), 0.75 * in_flight))))
     step = 1 + size // 8
@@ -143,24 +135,23 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     return list(dict.fromkeys(even_groups(m, size) for size in sizes))
 
 
-def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
+def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
     """Plan with the given tuples of group sizes, the most promising first, and add the best plans to `portfolio`."""
+    problem = portfolio.problem
     if problem.recomputes:
         for groups in choices[:3]:
-            _try_alternating(portfolio, problem, groups, ALL_RULES)
+            _try_alternating(portfolio, groups, ALL_RULES)
         if problem.recompute is Recompute.PLANNED:
             if problem.budget > 0:
-                portfolio.fit(problem, plan_chunks)
-            portfolio.drop_into_idle_time(problem)
+                portfolio.fit(plan_chunks)
+            portfolio.drop_into_idle_time()
         return
     tried = [(portfolio.run(InGroups(problem, choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
     if _filling_slope(problem) >= 1:  # with less memory F and B do not alternate strictly
-        _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
+        _try_alternating(portfolio, usual if usual in choices else choices[0], ALL_RULES[:1])
     elif problem.placement.num_chunks == 1:
-        for in_flight in _sloped(problem):
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, choices[0], most_ahead=in_flight))
+        portfolio.run_all(InGroups(problem, choices[0], most_ahead=most) for most in _sloped(problem))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         # While no plan fits, more group sizes are tried, because one microbatch at a time is several times as slow.
@@ -170,17 +161,14 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         if not any(cost > FAR * portfolio.cost and _is_beyond(groups, others, choices[0]) for cost, others in tried):
             tried.append((portfolio.run(InGroups(problem, groups)), groups))
     for _, groups in sorted(tried)[:2]:
-        for weights, forwards in RULES:
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, groups, weights, forwards))
-        _try_alternating(portfolio, problem, groups, ALL_RULES)
-        for ahead, weights in product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER)):
-            if not portfolio.finished:
-                portfolio.run(InGroups(problem, groups, weights, most_ahead=ahead))
+        portfolio.run_all(InGroups(problem, groups, weights, forwards) for weights, forwards in RULES)
+        _try_alternating(portfolio, groups, ALL_RULES)
+        limits = product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER))
+        portfolio.run_all(InGroups(problem, groups, weights, most_ahead=most) for most, weights in limits)
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
-    """Whether the groups differ in size from `first` by more than `others`, in the same direction."""
+    """Whether the group sizes `first`, `others` and `groups` rise in this order or fall in this order."""
     return max(groups) < max(others) < max(first) or max(groups) > max(others) > max(first)
 
 
@@ -203,8 +191,7 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 def _filling_slope(problem: Problem) -> float:
     """Difference between the warmups of successive ranks, in numbers of F, with which rank 0 fills its memory."""
-    chunks = problem.placement.num_chunks
-    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
+    each = problem.whole_memory[0] / problem.placement.num_chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
 
 
@@ -229,7 +216,9 @@ def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 
 
-def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
-    for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem)):
-        if not portfolio.finished:
-            portfolio.run(InOrder(problem, alternating_orders(problem, groups, slope), rule, keeping))
+def _try_alternating(portfolio: Portfolio, groups: Groups, rules: Sequence[GapRule]) -> None:
+    problem = portfolio.problem
+    portfolio.run_all(
+        InOrder(problem, alternating_orders(problem, groups, slope), rule, keeping)
+        for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem))
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
+from operator import sub
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import run_in_order
@@ -16,23 +17,20 @@ from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.local_search import RESTARTS, improve, move_cost
 from megatron.zero_bubble.planner.orders import one_by_one, orders_of_schedule, schedule_of_orders
 from megatron.zero_bubble.planner.problem import Problem
-from megatron.zero_bubble.planner.request import tolerance
+from megatron.zero_bubble.planner.request import are_within, tolerance
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
-from megatron.zero_bubble.schedule.simulate import simulate
 
 NUM_PLANS = 3
 """Number of the best plans on which the local search spends most of its budget."""
 MOST_PLANS = 25
-"""Largest number of plans that are kept. From a few best plans, the local search often ends in the same plan; further
-plans lead the local search to different results."""
+"""Largest number of plans that are kept, because local searches from a few best plans often end in the same plan."""
 FEW_MOVES = 40
-"""Least number of moves by which the local search tries to improve every kept plan, before the local search continues
-with only the `NUM_PLANS` best plans."""
+"""Least number of moves of the local search on every plan, before it continues with the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2
@@ -42,15 +40,12 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the problem's budget for a search without vocabulary shards, into whose plans operations on vocabulary
-shards are inserted."""
+"""Divisor of the budget for a search without vocabulary shards, into whose plans shard operations are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
-IMPROVING = 1
-"""Budget of the local search, as a fraction of the budget of all candidates together."""
 
 
-def budget_of(problem: Problem) -> int:
+def _budget_of(problem: Problem) -> int:
     """Budget of a search, as a number of planned operations.
 
     The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders. If the
@@ -74,9 +69,9 @@ class Portfolio:
     The budget counts planned operations, not seconds, so that every rank of a job computes the same schedule.
     """
 
-    def __init__(self, problem: Problem, budget: int) -> None:
-        self.bound, self.aim = problem.bound, problem.aim
-        self.budget = budget
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.aim = problem, problem.aim
+        self.budget = _budget_of(problem)
         self.plans: list[PlannedOrders] = []
         """The best plans so far, the best first, all of different costs."""
 
@@ -96,9 +91,11 @@ class Portfolio:
         """Whether a plan reaches the target cost, or the budget is spent."""
         return self.budget <= 0 or self.cost <= self.aim
 
-    def schedules(self, problem: Problem) -> list[Schedule]:
+    @property
+    def schedules(self) -> list[Schedule]:
         """The schedule of the best plan; if durations vary, the schedules of the best `NUM_PLANS` plans."""
-        return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: NUM_PLANS if problem.varies else 1]]
+        best = self.plans[: NUM_PLANS if self.problem.varies else 1]
+        return [schedule_of_orders(self.problem, plan.orders) for plan in best]
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far and no kept plan has the same cost."""
@@ -106,79 +103,85 @@ class Portfolio:
             return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
-    def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
+    def improve(self, budget: int, *, keeps_forwards: bool = False) -> None:
         """Improve plans by local search until a plan is good enough: first all plans a little, then the best plans.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
         Args:
-            problem: the problem that the plans solve.
             budget: effort of the local search, as a number of planned operations.
             keeps_forwards: whether every rank keeps the order of its forwards.
         """
-        if problem.is_long:
+        if self.problem.is_long:
             return
-        num_all = min(len(self.plans), budget // (2 * FEW_MOVES * move_cost(problem)))
+        num_all = min(len(self.plans), budget // (2 * FEW_MOVES * move_cost(self.problem)))
         if num_all > NUM_PLANS:
             half = budget // 2
-            budget += self._improve_best(problem, num_all, half, FEW_RESTARTS, keeps_forwards=keeps_forwards) - half
-        self._improve_best(problem, NUM_PLANS, budget, RESTARTS, keeps_forwards=keeps_forwards)
+            budget += self._improve_best(num_all, half, FEW_RESTARTS, keeps_forwards=keeps_forwards) - half
+        self._improve_best(NUM_PLANS, budget, RESTARTS, keeps_forwards=keeps_forwards)
 
-    def _improve_best(
-        self, problem: Problem, num_plans: int, budget: int, restarts: int, *, keeps_forwards: bool
-    ) -> int:
+    def _improve_best(self, num_plans: int, budget: int, restarts: int, *, keeps_forwards: bool) -> int:
         """Improve the best plans with equal parts of the budget; return the unspent budget."""
         plans = self.plans[:num_plans]
         for number, plan in enumerate(plans):
             if budget > 0 and self.cost > self.aim:
                 share = budget // (len(plans) - number)
-                better, left = improve(problem, plan, share, restarts=restarts, keeps_forwards=keeps_forwards)
+                better, left = improve(self.problem, plan, share, restarts=restarts, keeps_forwards=keeps_forwards)
                 budget -= share - left
                 self.plans.remove(plan)
                 self.offer(better)
         return budget
 
     def run(self, loop: EventLoop) -> float:
-        """Run a scheduling policy, and keep its plan if it is among the best plans.
+        """Run a scheduling policy, keep its plan if the plan is among the best, and return the cost of the plan.
 
-        The method returns the cost of the plan, or infinity if the ranks deadlock.
+        The cost is infinite if the ranks deadlock.
         """
         plan = loop.run()
         self.budget -= loop.weight * loop.problem.num_ops
         self.offer(plan)
         return plan.cost if plan is not None else inf
 
-    def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
-        """Keep complete orders as a plan if they fit in memory, do not deadlock, and are among the best plans."""
-        self.budget -= problem.num_ops
-        self.offer(run_in_order(problem, orders))
+    def run_all(self, policies: Iterator[EventLoop]) -> None:
+        """Run scheduling policies, one after another, until the search ends."""
+        while not self.finished and (policy := next(policies, None)) is not None:
+            self.run(policy)
 
-    def ensure_plan(self, problem: Problem) -> None:
+    def in_order(self, orders: Sequence[Order]) -> None:
+        """Keep complete orders as a plan if they fit in memory, do not deadlock, and are among the best plans."""
+        self.budget -= self.problem.num_ops
+        self.offer(run_in_order(self.problem, orders))
+
+    def ensure_plan(self) -> None:
         """If there is no plan, keep the plan that runs one microbatch at a time, which fits in all feasible limits."""
         if not self.plans:
-            self.in_order(problem, one_by_one(problem))
+            self.in_order(one_by_one(self.problem))
 
-    def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
+    def insert_shards(self, search: Callable[[Problem], Portfolio]) -> None:
         """Plan without vocabulary shards by `search`, insert operations on shards, and keep the best plans.
 
-        Operations on vocabulary shards delay the backwards, so that one more microbatch is in flight.
-
-        Args:
-            problem: a problem with vocabulary shards.
-            search: function that plans a problem without vocabulary shards.
+        The method does nothing without vocabulary shards, and with an effort of zero. Operations on vocabulary shards
+        delay the backwards, so that one more microbatch is in flight.
         """
-        without_shards = replace(problem.without_shards(), budget=problem.budget // INSERTED)
-        for limits in (without_shards.limits, problem.limits):
-            whole = replace(without_shards, limits=limits)
+        problem = self.problem
+        if not problem.has_shards or problem.budget == 0:
+            return
+        costs, lower = (
+            problem.costs.with_vocabulary_in_weight_gradients(),
+            map(sub, problem.limits, problem.whole_memory),
+        )
+        for limits in (tuple(lower), problem.limits):
+            whole = replace(problem, costs=costs, limits=limits, budget=problem.budget // INSERTED)
             if whole.is_feasible and not self.finished:
                 for plan in search(whole).plans[:1]:
                     schedule = schedule_of_orders(whole, plan.orders)
                     for delay in delays(schedule, problem.costs):
                         [inserted] = with_vocabulary(schedule, problem.costs, [delay])
-                        self.in_order(problem, orders_of_schedule(problem, inserted))
+                        self.in_order(orders_of_schedule(problem, inserted))
 
-    def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
+    def fit(self, search: Callable[[Problem], Portfolio]) -> None:
         """Plan without R under raised memory limits, drop the activations that do not fit, and keep the best plans."""
+        problem = self.problem
         for factor in LARGER_LIMITS[1:2] if is_draft(problem) else LARGER_LIMITS:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -186,11 +189,11 @@ class Portfolio:
                 for plan in search(larger).plans:
                     orders = dropped_to_fit(problem, plan)
                     if orders is not None:
-                        self.in_order(problem, orders)
+                        self.in_order(orders)
 
-    def drop_into_idle_time(self, problem: Problem) -> None:
+    def drop_into_idle_time(self) -> None:
         """Drop activations that the best plan has idle time to recompute, so that other activations fit in memory."""
-        drops: frozenset[tuple[int, int]] = frozenset()
+        problem, drops = self.problem, frozenset[tuple[int, int]]()
         while self.plans and not self.finished:
             before = self.cost
             more_drops = drops | _recomputable_in_idle_time(problem, self.best)
@@ -205,9 +208,8 @@ class Portfolio:
 def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of all kept activations for which the idle time before B is long enough for their R."""
     schedule = schedule_of_orders(problem, plan.orders)
-    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     idle = set()
-    for rank, lane in enumerate(timeline.lanes):
+    for rank, lane in enumerate(problem.simulated(schedule).lanes):
         for before, timed in pairwise(lane):
             stage = problem.placement.stage_of(rank, timed.op.chunk)
             is_kept = timed.op._replace(kind=OpKind.R) not in schedule.op_sets[rank]
@@ -222,12 +224,12 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
-    candidate without R is taken at once if unlimited memory would not make this candidate faster. In a draft, the
-    candidate with an R for each microbatch is left out.
+    candidate without R is taken at once if unlimited memory would not make this candidate faster. With a small budget
+    (see `is_draft`), the candidate with an R for each microbatch is left out.
 
     Args:
         problem: the problem to plan.
-        best: function that plans a problem in which the recomputation is given.
+        best: function that returns the best schedule that it finds for a problem.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
@@ -240,14 +242,14 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     candidates, costs = [], []
     if keeping.is_feasible:
         candidates.append(best(keeping))
-        costs.append(_cost(candidates[0], problem))
+        costs.append(cost_of(candidates[0], problem))
         if not is_quick and not _lacks_memory(keeping, costs[0] * (1 - 1e-9), best):
             return candidates[0]
     problem.check_feasible()
     for every in (problem, full)[: 1 if is_quick else 2]:
         if not costs or every.bound_if_fused < min(costs):
             candidates.append(best(every))
-            costs.append(_cost(candidates[-1], problem))
+            costs.append(cost_of(candidates[-1], problem))
     longest = min(costs) + tolerance(min(costs))
     equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
     return min(equals, key=num_recomputed)
@@ -255,27 +257,26 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
 def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Schedule]) -> bool:
     """Whether a plan without R in unlimited memory costs less than `cost`."""
-    memory = keeping.placement.sums([footprint.whole for footprint in keeping.footprints])
-    enough = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in memory)))
+    enough = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in keeping.whole_memory)))
     unlimited = replace(keeping, limits=enough, budget=0 if keeping.is_long else keeping.budget)
-    return keeping.limits != enough and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
+    return keeping.limits != enough and cost > unlimited.aim and cost > cost_of(best(unlimited), unlimited)
 
 
-def _cost(schedule: Schedule, problem: Problem) -> float:
+def cost_of(schedule: Schedule, problem: Problem) -> float:
+    """Simulate a schedule; return the time by which schedules are compared."""
     return judged(schedule, problem)[0]
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
     """Simulate a schedule; return the time by which schedules are compared, and the time that breaks a tie."""
-    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+    timeline = problem.simulated(schedule)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
     """Whether the peak memory of every rank is within the memory limits of the problem."""
-    peaks = peak_memory(schedule, problem.costs)
-    return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
+    return are_within(peak_memory(schedule, problem.costs), problem.limits)
 
 
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
@@ -287,7 +288,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
-        if not problem.is_long or (fits(schedule, whole) and judged(schedule, whole)[0] <= shortest):
+        if not problem.is_long or (fits(schedule, whole) and cost_of(schedule, whole) <= shortest):
             yield with_best_delay(schedule, problem.costs, problem.limits)
 
 

@@ -34,7 +34,7 @@ class MegatronsTime:
     is_same_layout: bool = False
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The time of the step for new costs: `milliseconds` times the work with the new costs, divided by `work`."""
+        """The time of the step for new costs, if it changes in proportion to the time of F, B and W."""
         return self.milliseconds * work_of_stages(costs) / self.work
 
 
@@ -73,8 +73,7 @@ class Prediction:
     recompute: Recompute = Recompute.NONE
     """Recomputation of the run, and of the 1F1B schedule with which the run's schedule is compared."""
     megatrons: MegatronsTime | None = None
-    """Time of a step under megatron-core's own schedule; None to predict this time from the costs of the run's
-    layout."""
+    """Time of a step of megatron-core's own schedule; None to predict it from the costs of the run's layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 
@@ -109,10 +108,9 @@ class Prediction:
         the time of the operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
-            milliseconds = self.megatrons.with_costs(self.profile.costs)
-            if self.megatrons.is_same_layout:
-                return Gain(milliseconds / self.milliseconds, _KEEPS[self.recompute])
-            return Gain(milliseconds / self.milliseconds, "1F1B on Megatron's split", is_over_other_layout=True)
+            times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout
+            over = _KEEPS[self.recompute] if is_same else "1F1B on Megatron's split"
+            return Gain(times / self.milliseconds, over, is_over_other_layout=not is_same)
         costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()

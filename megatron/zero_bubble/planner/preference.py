@@ -13,11 +13,11 @@ from megatron.zero_bubble.planner.rules import GapRule
 class ByPriority(EventLoop):
     """A scheduling policy without recomputation that runs the ready F or B with the highest priority.
 
-    A W runs in idle gaps, and before an F that lacks memory that the W releases.
+    A W runs in idle gaps, and before an F for which the W has to release memory.
 
     Args:
         problem: a problem with a V-shaped placement and without recomputation.
-        priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
+        priorities: the names F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
         leads: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F of chunk 0
             to its B of chunk 0.
     """

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from math import ceil
-from operator import add
+from operator import add, sub
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.codes import Codes
-from megatron.zero_bubble.planner.footprint import Footprint, peak_of_one_microbatch
-from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, tolerance
+from megatron.zero_bubble.planner.footprint import Footprint
+from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, are_within, tolerance
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
-from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 LONG = 30_000
-"""Number of operations above which a planning problem is long. For a long problem, few candidates are tried, no local
-search runs, and a plan close to the lower bound is good enough."""
+"""Number of operations above which few candidates are tried, without local search, until one is `CLOSE`."""
 CLOSE = 5e-4
 """A plan of a long problem (see `LONG`) is good enough within this relative distance from the lower bound."""
 
@@ -65,20 +68,31 @@ class Problem:
             time_between=request.time_between if request.effort > DRAFT_EFFORT else 0.0,
         )
 
+    @classmethod
+    def solved_by(
+        cls, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool, takes_makespan: bool
+    ) -> Problem:
+        """A problem in which the given schedule can be simulated with the given costs."""
+        return cls(
+            schedule.placement,
+            schedule.num_microbatches,
+            in_groups(costs, schedule.groups),
+            (0.0,) * schedule.num_ranks,
+            overlap_communication,
+            takes_makespan=takes_makespan,
+        )
+
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Simulate a schedule with the costs of the problem."""
+        return simulate(schedule, self.costs, overlap_communication=self.overlap_communication)
+
     @property
     def is_feasible(self) -> bool:
         """Whether a schedule with separate B and W fits in the memory limits."""
-        return all(
-            limit >= least - tolerance(least) for limit, least in zip(self.limits, self.smallest_limits, strict=True)
-        )
+        return are_within(self.smallest_limits, self.limits)
 
     def check_feasible(self) -> None:
-        """Check that a schedule with separate B and W fits in the memory limits.
-
-        Raises:
-            Infeasible: no schedule fits in memory. The error's `smallest_limit` is the smallest memory limit in which a
-                schedule fits.
-        """
+        """Raise `Infeasible` if no schedule with separate B and W fits in the memory limits."""
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
                 smallest = max(self.smallest_limits)
@@ -102,15 +116,21 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether plans are compared by their makespans, instead of the longest span of a rank.
 
-        An iteration takes the makespan unless ranks start the next iteration before all ranks have finished. With
-        `Recompute.PLANNED` plans are compared by their makespans in any case, because recomputation could shorten the
-        longest span and lengthen the makespan.
+        Recomputation, if it is planned, could shorten the longest span of a rank and lengthen the makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
         """The time by which plans are compared, and the time that decides between equally fast plans."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
+
+    def judged_spans(self, starts: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
+        """The two times of the method `judged`, computed from the start and the end of the span of every rank."""
+        return self.judged(max(map(sub, ends, starts)), max(ends) - self.first_start(starts))
+
+    def first_start(self, starts: Sequence[float]) -> float:
+        """Start of the makespan; `starts` has the start of the span of every rank."""
+        return 0.0 if self.has_shards else min(starts)
 
     @property
     def varies(self) -> bool:
@@ -149,24 +169,14 @@ class Problem:
         return Codes.of(self.num_stages)
 
     @cached_property
-    def collective(self) -> float:
-        """Time of a collective over all ranks."""
-        return collective_time(self.costs)
-
-    @cached_property
     def delay(self) -> float:
         """Least time between F and B of the last stage: with vocabulary shards the time of softmax and loss, else 0."""
         return shortest_delay(self.costs) if self.has_shards else 0.0
 
     @cached_property
-    def interval(self) -> float:
-        """Time of all operations of one microbatch on the busiest rank."""
-        return max(self.work) / self.num_microbatches
-
-    @cached_property
     def num_delayed(self) -> int:
         """Number of additional microbatches in flight on a rank, because the last stage waits for softmax and loss."""
-        return ceil(self.delay / self.interval - 1e-9)
+        return ceil(self.delay / (max(self.work) / self.num_microbatches) - 1e-9)
 
     @property
     def recomputes(self) -> bool:
@@ -192,7 +202,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
+        """Two tuples, by stage s, for messages between stages s and s + 1: latencies, and times that occupy ranks."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)
@@ -204,8 +214,8 @@ class Problem:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
-        """Dependencies within a microbatch, as `Codes.links` returns them."""
-        return self.codes.links(self.rank_of, self.message, self.collective if self.has_shards else None)
+        """Dependencies between the operations of one microbatch (see `Codes.links`)."""
+        return self.codes.links(self.rank_of, self.message, collective_time(self.costs) if self.has_shards else None)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -229,7 +239,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code of an operation -> time to receive its input, if receiving occupies the rank, and compute its result."""
+        """Code of an operation -> time to compute its result and, if receiving occupies the rank, receive its input."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
@@ -243,6 +253,11 @@ class Problem:
     def footprints(self) -> tuple[Footprint, ...]:
         """Stage -> memory of a microbatch on the stage."""
         return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
+
+    @property
+    def whole_memory(self) -> tuple[float, ...]:
+        """Rank -> memory of one microbatch with all activations on all stages of the rank."""
+        return self.placement.sums([footprint.whole for footprint in self.footprints])
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
@@ -267,7 +282,7 @@ class Problem:
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
             for s in range(self.num_stages)
         ]
-        return tuple(self.num_microbatches * sum(times[s] for s in stages) for stages in self.stages_of)
+        return tuple(self.num_microbatches * time for time in self.placement.sums(times))
 
     @cached_property
     def bound_if_fused(self) -> float:
@@ -276,43 +291,30 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan.
-
-        Without overlap of communication, the span of a rank contains all its messages except the message before its
-        first F.
-        """
+        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan."""
         if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:
             return if_fused
         if self.takes_makespan:
             earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
             return max(if_fused, *map(add, self.work, earliest))
+        # Without overlap, the span of a rank contains all its messages except the message before its first F.
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(if_fused, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> smallest peak memory of any schedule with separate B and W: the peak with one microbatch at a time.
-
-        Between the last F and the first B of a microbatch on a rank, this microbatch is in flight in all stages of the
-        rank. With recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the
-        activations that R recomputes.
-        """
+        """Rank -> smallest peak memory of schedules with separate B and W, reached with one microbatch at a time."""
         smallest = []
         for stages in self.stages_of:
             footprints = [self.footprints[s] for s in stages]
-            of_others = (self.num_microbatches - 1) * sum(each.after_w for each in footprints)
-            peak = peak_of_one_microbatch(footprints, recomputes=self.recomputes)
-            smallest.append(peak + self.costs.memory_s[stages[0]] + of_others)
+            after_w = sum(each.after_w for each in footprints)
+            peak = sum(each.whole for each in footprints)
+            if self.recomputes:
+                # One stage of the rank has all activations. Earlier stages lack the activations that R recomputes.
+                peak = max(
+                    sum(f.dropped for f in footprints[:i]) + here.whole + sum(f.after_w for f in footprints[i + 1 :])
+                    for i, here in enumerate(footprints)
+                )
+            smallest.append(peak + self.costs.memory_s[stages[0]] + (self.num_microbatches - 1) * after_w)
         return tuple(smallest)
-
-    def without_shards(self) -> Problem:
-        """The same problem without vocabulary shards, and with memory limits lowered by the memory of one microbatch.
-
-        The time of the operations on vocabulary shards is added to W.
-        """
-        limits = tuple(
-            limit - sum(self.footprints[s].whole for s in stages)
-            for limit, stages in zip(self.limits, self.stages_of, strict=True)
-        )
-        return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_in_v, limits_of_multiple, planned
 from megatron.zero_bubble.planner.optimal import optimal
-from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.planner.request import Limits, PlanRequest
 from megatron.zero_bubble.schedule.errors import ScheduleError, UnknownSchedule
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
@@ -22,6 +22,9 @@ from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
+
+_NUM_CHUNKS: dict[PlacementKind, int] = {"linear": 1, "v": 2, "interleaved": 2}
+"""Kind of placement -> default number of model chunks a rank."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,6 @@ class Entry:
     """Description of the schedule, its bubble and its memory, in one line."""
     placement: PlacementKind
     """Default kind of placement."""
-    num_chunks: int
-    """Default number of model chunks a rank."""
     function: Callable[[PlanRequest], Schedule]
     """Function that makes the schedule from a checked request."""
     uses_costs: bool = False
@@ -42,14 +43,18 @@ class Entry:
     takes_limit: bool = False
     """Whether a request can set any memory limit for the schedule; otherwise the schedule has a fixed limit."""
     takes_placement: bool = False
-    """Whether a request can set any kind of placement for the schedule; otherwise the schedule has a fixed
-    placement."""
+    """Whether a request can set any kind of placement; otherwise the schedule has a fixed placement."""
     is_slow: bool = False
     """Whether planning takes seconds to minutes, so that commands make the schedule only if the user names it."""
     has_pairs: bool = False
     """Whether the schedule always has pairs, that is, a forward and a backward that run as one operation."""
     has_own_limit: bool = True
     """Whether the schedule's name implies a memory limit; otherwise the default limit is the peak memory of 1F1B."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Default number of model chunks a rank."""
+        return _NUM_CHUNKS[self.placement]
 
     @property
     def plans_all_kinds(self) -> bool:
@@ -62,70 +67,60 @@ class Entry:
         return self.takes_placement or self.placement == "interleaved"
 
 
-def _simple(generator: Callable[[int, int], Schedule]) -> Callable[[PlanRequest], Schedule]:
-    return lambda request: generator(request.num_ranks, request.num_microbatches)
+def _generated(
+    name: str, summary: str, kind: PlacementKind, generator: Callable[..., Schedule], **facts: bool
+) -> Entry:
+    """An entry for a schedule whose order of operations does not depend on costs."""
+
+    def make(request: PlanRequest) -> Schedule:
+        options = {"num_chunks": request.placement.num_chunks, "group_size": request.group_size}
+        chosen = options if kind == "interleaved" else {}
+        return generator(request.num_ranks, request.num_microbatches, **chosen)
+
+    return Entry(name, summary, kind, make, **facts)
 
 
-def _interleaved(generator: Callable[..., Schedule]) -> Callable[[PlanRequest], Schedule]:
-    return lambda request: generator(
-        request.num_ranks,
-        request.num_microbatches,
-        num_chunks=request.placement.num_chunks,
-        group_size=request.group_size,
-    )
+def _planned(
+    name: str, summary: str, kind: PlacementKind, limits: Callable[[PlanRequest], Limits], **facts: bool
+) -> Entry:
+    """An entry for a schedule of the automatic scheduler; `limits` computes its default memory limits."""
+    return Entry(name, summary, kind, partial(planned, limits), uses_costs=True, **facts)
 
 
 _ENTRIES = (
-    Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, _simple(gpipe)),
-    Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", 1, _simple(one_f_one_b)),
-    Entry(
+    _generated("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", gpipe),
+    _generated("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", one_f_one_b),
+    _generated(
         "interleaved-1f1b",
         "megatron-core's, v chunks a rank: bubble (p-1)(F+B+W)/v, memory (p+(p-1)/v) M_B",
         "interleaved",
-        2,
-        _interleaved(interleaved_1f1b),
+        interleaved_1f1b,
     ),
-    Entry(
+    _generated(
         "interleaved-pairs",
         "megatron-core's with the messages between experts overlapped: a forward and a backward run as one",
         "interleaved",
-        2,
-        _interleaved(interleaved_pairs),
+        interleaved_pairs,
         has_pairs=True,
     ),
-    Entry(
+    _generated(
         "dualpipe-v",
         "DeepSeek's, placed in a V: a forward and a backward run as one, memory (p + 1/2) M_B",
         "v",
-        2,
-        _simple(dualpipe_v),
+        dualpipe_v,
         has_pairs=True,
     ),
-    Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, _simple(zb_h1)),
-    Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, _simple(zb_h2)),
-    Entry(
-        "zb-1p",
-        "planned from the costs in 1F1B's memory, p M_B",
-        "linear",
-        1,
-        partial(planned, partial(limits_of_multiple, 1)),
-        uses_costs=True,
+    _generated("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", zb_h1),
+    _generated("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", zb_h2),
+    _planned("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", partial(limits_of_multiple, 1)),
+    _planned(
+        "zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", partial(limits_of_multiple, 2)
     ),
-    Entry(
-        "zb-2p",
-        "planned from the costs in 2p M_B: bubble close to zero",
-        "linear",
-        1,
-        partial(planned, partial(limits_of_multiple, 2)),
-        uses_costs=True,
-    ),
-    Entry(
+    _planned(
         "auto",
         "planned from the costs for any placement and memory limit, 1F1B's memory unless told otherwise",
         "linear",
-        1,
-        partial(planned, limit_of_1f1b),
-        uses_costs=True,
+        limit_of_1f1b,
         takes_limit=True,
         takes_placement=True,
         has_own_limit=False,
@@ -134,45 +129,37 @@ _ENTRIES = (
         "optimal",
         "the best that a constraint solver finds, or proves; small instances, needs the extra solver",
         "linear",
-        1,
         optimal,
         uses_costs=True,
         takes_limit=True,
         is_slow=True,
     ),
-    Entry(
+    _planned(
         "zb-v",
         "placed in a V: no bubble where F = B = W, memory p M_B",
         "v",
-        2,
-        partial(planned, partial(limits_in_v, lambda p: p)),
-        uses_costs=True,
+        partial(limits_in_v, lambda p: p),
         takes_limit=True,
     ),
-    Entry(
+    _planned(
         "v-half",
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
-        2,
-        partial(planned, partial(limits_in_v, lambda p: p / 2 + 1)),
-        uses_costs=True,
+        partial(limits_in_v, lambda p: p / 2 + 1),
         takes_limit=True,
     ),
-    Entry(
+    _planned(
         "v-min",
         "placed in a V, for memory: about two thirds of 1F1B's bubble where F = B = W, memory (p/3 + 1) M_B",
         "v",
-        2,
-        partial(planned, partial(limits_in_v, lambda p: p / 3 + 1)),
-        uses_costs=True,
+        partial(limits_in_v, lambda p: p / 3 + 1),
         takes_limit=True,
     ),
-    Entry(
+    _generated(
         "interleaved-zb",
         "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
         "interleaved",
-        2,
-        _interleaved(interleaved_zb),
+        interleaved_zb,
     ),
 )
 ENTRIES: MappingProxyType[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
@@ -217,7 +204,7 @@ def placement_for(
         kind = "interleaved" if several else entry.placement
     if kind != entry.placement and not entry.takes_placement:
         raise ScheduleError(f"schedule {name} has the placement {entry.placement}, not {kind}")
-    own = entry.num_chunks if kind == entry.placement else 2
+    own = _NUM_CHUNKS[kind]
     chunks = own if num_chunks is None else num_chunks
     if chunks != own and (kind == "v" or not entry.takes_num_chunks):
         raise ScheduleError(f"schedule {name} has {own} chunks a rank{' in a V' * (kind == 'v')}, got {chunks}")

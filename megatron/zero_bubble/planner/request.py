@@ -15,8 +15,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. A search
-with the default effort takes about a second."""
+"""Default effort, in planned operations over all candidate schedules; a search with it takes about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 DRAFT_EFFORT = 10_000
@@ -30,7 +29,7 @@ Limits = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of a model: placement, partition, recomputation and vocabulary."""
+    """A layout of a model: placement, partition, recomputation and vocabulary parallelism."""
 
     placement: Placement
     partition: Partition
@@ -41,14 +40,15 @@ class Layout:
 
     @property
     def combination(self) -> Layout:
-        """The layout without its partition: placement, recomputation and vocabulary."""
+        """The layout without its partition: placement, recomputation and vocabulary parallelism."""
         return replace(self, partition=())
 
     @property
     def complexity(self) -> tuple[int, int, int, int, int]:
-        """Sort key, the simplest layout first: (vocabulary shards, chunks a rank, recomputation, V, stage sizes).
+        """Sort key that puts the simplest layout first.
 
-        A V-shaped placement counts as less simple, because megatron-core has no schedule for a V-shaped placement.
+        A layout without vocabulary shards, with few chunks and without recomputation is simple. A V-shaped placement
+        makes a layout less simple, because megatron-core has no schedule for a V-shaped placement.
         """
         sizes, is_v = len(set(self.partition)), self.placement.kind == "v"
         recomputes = self.recompute is not Recompute.NONE
@@ -147,7 +147,7 @@ class PlanRequest:
         return self.costs
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the placement, partition and vocabulary of a layout are among the choices of the request."""
+        """Whether the placement, partition and vocabulary parallelism of a layout are choices of the request."""
         return (
             layout.placement in self.placements
             and self.partition in (None, layout.partition)
@@ -171,10 +171,7 @@ class PlanRequest:
     @property
     def limits(self) -> Limits | None:
         """Rank -> memory limit of its activations; None for the default limit of the schedule."""
-        given = self.memory_limit
-        if given is None:
-            return None
-        return tuple(given) if isinstance(given, Sequence) else (given,) * self.num_ranks
+        return None if self.memory_limit is None else limits_of_ranks(self.memory_limit, self.num_ranks)
 
     def within(self, limits: Limits | None) -> PlanRequest:
         """The same request with `limits` as memory limits; None for the default limit of the schedule."""
@@ -200,16 +197,17 @@ class PlanRequest:
                 f"schedule {name} on {self.num_ranks} ranks has {placement.num_stages} stages, "
                 f"but the costs are for {costs.num_stages}"
             )
-        if limits is not None and len(limits) != self.num_ranks:
-            raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {self.num_ranks} ranks")
         for limit in limits or ():
             if not limit > 0:
                 raise ScheduleError(f"memory_limit must be above zero, got {limit}")
-        if self.pairs and (self.recompute is not Recompute.NONE or costs.has_vocabulary):
-            other = "vocabulary shards" if costs.has_vocabulary else "recomputation"
-            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {other}")
-        if self.pairs and self.offloads:
-            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with offload")
+        others = {
+            "vocabulary shards": costs.has_vocabulary,
+            "recomputation": self.recompute is not Recompute.NONE,
+            "offload": self.offloads,
+        }
+        for other, is_asked_for in others.items():
+            if self.pairs and is_asked_for:
+                raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {other}")
         if self.recompute is Recompute.FULL and self.offloads:
             raise ScheduleError(
                 f"schedule {name}: full recomputation leaves no activations to copy to the host: choose planned "
@@ -229,6 +227,23 @@ def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
         return limits
     added = map(add, request.placement.sums(costs.memory_f), request.placement.sums(costs.memory_s))
     return tuple(map(add, limits, added))
+
+
+def limits_of_ranks(memory_limit: float | Sequence[float], num_ranks: int) -> Limits:
+    """Rank -> memory limit, from one limit for all ranks or one limit for each rank.
+
+    Raises:
+        ScheduleError: the number of limits is not the number of ranks.
+    """
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {num_ranks} ranks")
+    return limits
+
+
+def are_within(amounts: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether no amount exceeds its limit by more than a rounding error."""
+    return all(amount - tolerance(amount) <= limit for amount, limit in zip(amounts, limits, strict=True))
 
 
 def tolerance(amount: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.planner.problem import Problem
@@ -10,9 +9,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
-"""Several groups of layers are tried only for a rank whose memory is too small for `SHORT` microbatches with all
-activations. A rank with memory for two microbatches recomputes the second microbatch before the backward of the first
-microbatch."""
+"""Several groups of layers are tried on ranks with memory for less than this number of whole microbatches."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
@@ -36,7 +33,7 @@ def groupings(problem: Problem) -> list[Groups]:
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]
     if not problem.recomputes or max(blocks) == 1:
         return [()]
-    levels = list(_levels(max(blocks)))
+    levels = [*(2**power for power in range((max(blocks) - 1).bit_length())), max(blocks)]
     needed = {
         level: replace(problem, costs=in_groups(costs, [min(level, most) for most in blocks])).smallest_limits
         for level in levels
@@ -45,20 +42,10 @@ def groupings(problem: Problem) -> list[Groups]:
         next((level for level in levels if needed[level][rank] <= limit + tolerance(limit)), levels[-1])
         for rank, limit in enumerate(problem.limits)
     ]
-    whole = problem.placement.sums([footprint.whole for footprint in problem.footprints])
-    is_short = [limit < SHORT * memory for limit, memory in zip(problem.limits, whole, strict=True)]
+    is_short = [limit < SHORT * whole for limit, whole in zip(problem.limits, problem.whole_memory, strict=True)]
     tried = []
     for level in levels:
         of_rank = [max(fewest, level if short else 1) for fewest, short in zip(least, is_short, strict=True)]
         groups = tuple(min(of_rank[rank], most) for rank, most in zip(problem.rank_of, blocks, strict=True))
         tried.append(groups if max(groups) > 1 else ())
     return list(dict.fromkeys(tried))
-
-
-def _levels(most: int) -> Iterator[int]:
-    """Yield the powers of two below `most`, then `most`."""
-    level = 1
-    while level < most:
-        yield level
-        level *= 2
-    yield most

@@ -16,8 +16,7 @@ class GapRule(Enum):
     ALWAYS = "always"
     NEVER = "never"
     BALANCED = "balanced"
-    """An operation fills a gap shorter than itself only if idling would raise the longest span of a rank (arXiv
-    2401.10241, section 3.1)."""
+    """Fills the gap only if idling would raise the longest span of a rank (arXiv 2401.10241, section 3.1)."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,6 @@ _CANDIDATES = 20
 """Number of candidate orders for a schedule that needs less memory; small, because a step waits for the schedule."""
 
 
-def _unwatched(name: str, num_microbatches: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class RunSchedules:
     """The schedules of a training run: one for each number of microbatches, from a request or a file.
@@ -43,13 +39,13 @@ class RunSchedules:
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
         watch: (name of the schedule, number of microbatches) -> context manager in which this process makes the
-            schedule.
+            schedule; None to make the schedule without a context manager.
     """
 
     request: PlanRequest
     given: Schedule | None = None
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
-    watch: Callable[[str, int], AbstractContextManager[Any]] = field(default=_unwatched, repr=False, compare=False)
+    watch: Callable[[str, int], AbstractContextManager[Any]] | None = field(default=None, repr=False, compare=False)
     _cache: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(number of microbatches, memory level) -> schedule that this process has made."""
 
@@ -107,10 +103,6 @@ class RunSchedules:
         """Return a copy in which `shared` also contains `schedule`, a schedule that all ranks have received."""
         return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
 
-    def is_shared(self, num_microbatches: int) -> bool:
-        """Whether all ranks have received a schedule for this number of microbatches."""
-        return num_microbatches in self.shared
-
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of microbatches, lowered and validated.
 
@@ -121,7 +113,7 @@ class RunSchedules:
             return self.shared[num_microbatches]
         key = num_microbatches, 0
         if key not in self._cache:
-            with self.watch(self.name, num_microbatches):
+            with nullcontext() if self.watch is None else self.watch(self.name, num_microbatches):
                 self._cache[key] = prepare(self._make(num_microbatches), self.costs)
         return self._cache[key]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import islice, product
 from operator import add, sub
 from random import Random
 from typing import NamedTuple
@@ -16,34 +16,29 @@ from typing import NamedTuple
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.orders import schedule_of_orders
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, is_draft
+from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, is_draft
 from megatron.zero_bubble.planner.preference import ByPriority
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.costs import SMALLEST
-from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""The budget of the local search, in planned operations, is at least this number times the number of operations in the
-schedule. If the effort of the request is below the default effort, the smallest budget of the local search is reduced
-in proportion to the effort."""
+"""Least budget of the local search per operation of the schedule, for the default effort; proportional to effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Pairs (share, decrease) for limits on the number of microbatches in flight in chunk 0. The limit of rank 0 is `share`
-times the number of microbatches whose activations of chunk 0 alone fit in memory. From each rank to the next rank, the
-limit falls by `decrease`."""
+"""Pairs (share, decrease): chunk 0 of rank 0 may have `share` times the microbatches in flight that fit in memory, and
+each next rank `decrease` fewer."""
 NUM_SPARSE = 4
-"""Number of building blocks to try for each number of microbatches in flight that leaves memory (see
-`_sparse_blocks`)."""
+"""Number of building blocks to try for each number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
-"""Largest number of random and varied building blocks that a search tries. A search tries fewer building blocks if its
-budget of operations is spent, or if a plan reaches the target cost."""
+"""Largest number of random and varied building blocks that a search tries."""
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
@@ -58,27 +53,19 @@ def best_in_v(problem: Problem) -> Schedule:
     Raises:
         Infeasible: no schedule fits in the memory limits.
     """
-    beside_b = _with_r_beside_b(problem)
+    beside_b: list[Schedule] = []
+    if problem.recompute is Recompute.FULL and (inside := problem.recomputing_in_backward()).is_feasible:
+        beside_b = [with_recomputation(best_in_v(inside))]  # each R directly precedes its B
+        beside_b *= fits(beside_b[0], problem)
     if not beside_b:
         problem.check_feasible()
-    candidates = _search(problem).schedules(problem) if problem.is_feasible else []
+    candidates = _search(problem).schedules if problem.is_feasible else []
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # When F starts, the planner already reserves the memory that B adds, so that few microbatches fit. If W
         # follows B at once, B and W together add less memory.
         back_to_back = _back_to_back(problem)
         candidates += [] if back_to_back is None else [back_to_back]
     return best_of(candidates + beside_b, problem)
-
-
-def _with_r_beside_b(problem: Problem) -> list[Schedule]:
-    """Under full recomputation, the best plan in which each R directly precedes its B.
-
-    The returned list is empty without full recomputation, and if the plan does not fit in the memory limits.
-    """
-    if problem.recompute is not Recompute.FULL or not (inside := problem.recomputing_in_backward()).is_feasible:
-        return []
-    schedule = with_recomputation(best_in_v(inside))
-    return [schedule] * fits(schedule, problem)
 
 
 def _search(problem: Problem) -> Portfolio:
@@ -88,7 +75,7 @@ def _search(problem: Problem) -> Portfolio:
     `GapRule`, and then list scheduling. The order that runs one microbatch at a time always fits in memory, but can
     take several times as long as other orders.
     """
-    portfolio = Portfolio(problem, budget_of(problem))
+    portfolio = Portfolio(problem)
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
     tried: list[_Tried] = []
     for block in _blocks(problem):
@@ -106,17 +93,16 @@ def _search(problem: Problem) -> Portfolio:
             for block, rule in product(_sparse_blocks(problem), GapRule):
                 if portfolio.cost > portfolio.aim:
                     portfolio.run(InOrder(problem, repeated(problem, block), rule))
-    portfolio.ensure_plan(problem)
-    if portfolio.cost > portfolio.bound * (1 + WORTH_VARYING) and not problem.is_long:
-        _vary(portfolio, problem, tried)
+    portfolio.ensure_plan()
+    if portfolio.cost > problem.bound * (1 + WORTH_VARYING) and not problem.is_long:
+        _vary(portfolio, tried)
     if problem.recompute is Recompute.PLANNED:
-        portfolio.drop_into_idle_time(problem)
-        portfolio.fit(problem, _search)
-    if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, _search)
+        portfolio.drop_into_idle_time()
+        portfolio.fit(_search)
+    portfolio.insert_shards(_search)
     if problem.budget > 0:
         least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
-        portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
+        portfolio.improve(int(max(problem.budget, least)))
     return portfolio
 
 
@@ -129,8 +115,9 @@ class _Tried(NamedTuple):
     keeping: Keeping
 
 
-def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
+def _vary(portfolio: Portfolio, tried: Sequence[_Tried]) -> None:
     """Try random building blocks, and random changes of the best building blocks."""
+    problem = portfolio.problem
     generator, in_flight = Random(problem.num_ops), _max_in_flight(problem)
     best = sorted(tried, key=lambda plan: plan.cost)[:NUM_VARIED]
     for number in range(NUM_VARIATIONS if best else 0):
@@ -170,12 +157,11 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     if not with_fused.is_feasible:
         return None
     schedule = schedule_of_orders(with_fused, _search(with_fused).best.orders)
-    without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
-    return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
-
-
-def _and_its_w(op: Op) -> tuple[Op, ...]:
-    return (op, op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
+    kinds = {OpKind.B: (OpKind.B, OpKind.W), OpKind.W: ()}
+    ops = (
+        tuple(op._replace(kind=kind) for op in lane for kind in kinds.get(op.kind, (op.kind,))) for lane in schedule.ops
+    )
+    return replace(schedule, ops=tuple(ops))
 
 
 def _max_in_flight(problem: Problem) -> float:
@@ -183,26 +169,20 @@ def _max_in_flight(problem: Problem) -> float:
 
     In a problem with recomputation, every microbatch in flight is assumed to drop its activations.
     """
-    fitting: list[float] = []
-    for stages, limit in zip(problem.stages_of, problem.limits, strict=True):
-        memory, for_r = sum(map(problem.costs.memory_f.__getitem__, stages)), 0.0
-        if problem.recomputes:
-            footprints = [problem.footprints[stage] for stage in stages]
-            memory = sum(footprint.dropped for footprint in footprints)
-            for_r = max(footprint.restored for footprint in footprints)
-        if memory > 0:
-            fitting.append((limit - for_r) / memory)
+    memory, room = problem.placement.sums(problem.costs.memory_f), list(problem.limits)
+    if problem.recomputes:
+        memory = problem.placement.sums([footprint.dropped for footprint in problem.footprints])
+        for rank, stages in enumerate(problem.stages_of):
+            room[rank] -= max(problem.footprints[stage].restored for stage in stages)
+    fitting = (limit / amount for limit, amount in zip(room, memory, strict=True) if amount > 0)
     return min(fitting, default=problem.num_ranks)
 
 
-def _blocks(problem: Problem) -> Iterator[Block | None]:
-    """Yield the building blocks to repeat, the most promising first; None stands for the order of ZB-V."""
-    p, in_flight = problem.num_ranks, _max_in_flight(problem)
-    if in_flight >= p:
-        yield None
-    yield from published_blocks(problem, in_flight)
-    if in_flight < p:
-        yield None
+def _blocks(problem: Problem) -> list[Block | None]:
+    """The building blocks to repeat, the most promising first; None stands for the order of ZB-V."""
+    in_flight = _max_in_flight(problem)
+    blocks = list(published_blocks(problem, in_flight))
+    return [None, *blocks] if in_flight >= problem.num_ranks else [*blocks, None]
 
 
 def _sparse_blocks(problem: Problem) -> Iterator[Block]:

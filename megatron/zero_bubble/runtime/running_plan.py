@@ -104,7 +104,7 @@ class RunningPlan:
             if less_memory:
                 planned = less_memory[1]
             else:
-                if not self.plan.is_shared(num_microbatches):
+                if num_microbatches not in self.plan.shared:
                     self.plan = plan_on_first_rank(self.plan, num_microbatches)
                 planned = self.plan.schedule(num_microbatches)
                 if self._replanner is not None:
