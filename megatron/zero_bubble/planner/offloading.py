@@ -48,7 +48,7 @@ class CopyRule(NamedTuple):
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Estimated time of a copy, relative to its real time. Below 1, ranks rather wait for a copy that is about to end."""
+    """Estimated time of a copy, relative to its real time. Below 1, ranks rather wait for copies about to end."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
