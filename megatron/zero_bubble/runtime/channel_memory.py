@@ -1,4 +1,7 @@
-"""Opens connections between pipeline ranks, and measures their device memory, which torch does not count."""
+"""Opens connections between pipeline ranks, and measures how much device memory the connections take.
+
+Torch does not count the device memory of the connections.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class VariableChannels(VariableCommunicator):
         self._open = messages, headers
 
     def close(self) -> None:
-        """Close all connections. No message may be in flight."""
+        """Close all connections; the caller must ensure that no message is in flight."""
         for communicator in self._open:
             communicator.close()
 

@@ -20,5 +20,5 @@ class ColdCaches:
         self._buffer = torch.zeros(num_bytes // 4, device=device)
 
     def evict(self) -> None:
-        """Evict the contents of the device's caches, on a GPU by a kernel on the current stream."""
+        """Evict the contents of the device's caches; on a GPU, this call launches a kernel on the current stream."""
         self._buffer.add_(1)

@@ -1,7 +1,7 @@
 """Runs collective operations (broadcast, gather, reduce, scatter) among the ranks of a group.
 
-All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
-current stream on a GPU. An `ExchangeLane` overlaps collectives with computation.
+All ranks of a group call the same collectives in the same order. On a CPU, a collective blocks the calling thread; on a
+GPU, a collective blocks the current stream. An `ExchangeLane` overlaps collectives with computation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.zero_bubble.runtime.process_group import Membership, connect
 
 
 class Collectives(Protocol):
-    """Runs collective operations in a group of ranks. The caller allocates all tensors, which are contiguous."""
+    """Runs collective operations in a group of ranks. The caller allocates all tensors, which must be contiguous."""
 
     @property
     def rank(self) -> int:
@@ -45,7 +45,7 @@ class Collectives(Protocol):
     def close(self) -> None:
         """Leave the group, so that later collectives of the other ranks fail.
 
-        No collective of this rank may be running.
+        `close` must not be called while a collective runs on this rank.
         """
 
 
@@ -55,7 +55,7 @@ class TorchCollectives:
     Args:
         members: global ranks of the group, the same on every rank.
         rank: this process's index in `members`.
-        device: device of the tensors.
+        device: device of the tensors that the collectives send.
         timeout: time after which a collective fails if a rank does not take part.
     """
 
@@ -67,7 +67,7 @@ class TorchCollectives:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Run each collective once at the start, because NCCL connects the ranks at first use."""
+        """Run each collective once with each root, because NCCL connects ranks only when they first communicate."""
         mine = torch.full((1,), float(self.rank), device=device)
         everyone = torch.empty(self.size, 1, device=device)
         self.gather_all(mine, everyone)

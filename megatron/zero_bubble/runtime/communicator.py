@@ -58,7 +58,10 @@ class Arrived:
 
 
 class Communicator(Protocol):
-    """Sends and receives messages for one pipeline rank. `destination` and `source` are pipeline ranks."""
+    """Sends and receives messages for one pipeline rank.
+
+    The arguments `destination` and `source` of the methods are pipeline ranks.
+    """
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         """Start to send `tensor` to rank `destination`; return at once."""
@@ -71,8 +74,8 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
     All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
-    precede the channels between ranks 1 and 2, 3 and 4, ..., because channels without a common rank open at the same
-    time.
+    come first, then the channels between ranks 1 and 2, 3 and 4, ...: in this order, channels without a common rank
+    open at the same time.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -90,7 +93,7 @@ class RunAhead:
     """Keeps the process that launches work on a GPU at most `_RUN_AHEAD` messages ahead of the GPU.
 
     A posted message takes memory at once, although the GPU uses this memory only after all work launched earlier.
-    Without a limit the process would post all messages of a step within the time of a few operations.
+    Without a limit, the process would post all messages of a step while the GPU runs a few operations.
     """
 
     def __init__(self) -> None:
@@ -144,8 +147,8 @@ class TorchCommunicator:
     def _open(self, device: torch.device) -> None:
         """Send one number through every channel, because NCCL connects two ranks only at their first message.
 
-        NCCL blocks both ranks until they are connected. All ranks go through their channels in the same order, so that
-        ranks cannot wait for each other in a circle.
+        While NCCL connects two ranks, NCCL blocks both ranks. All ranks go through their channels in the same order, so
+        that a circular wait cannot occur.
         """
         for source, destination in self._groups:
             probe = torch.full((1,), float(source), device=device)
@@ -156,7 +159,10 @@ class TorchCommunicator:
                 assert arrived.item() == source, f"channel {source}->{destination} is crossed with another"
 
     def close(self) -> None:
-        """Close the channels. No message may be in flight. NCCL warns at exit about channels that are still open."""
+        """Close the channels; the caller must ensure that no message is in flight.
+
+        NCCL warns at exit about channels that are still open.
+        """
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
@@ -182,7 +188,7 @@ class TorchCommunicator:
 
 @dataclass(frozen=True)
 class _TorchSend:
-    """A send that keeps its message alive until NCCL has read the message; with gloo, `wait` completes the send."""
+    """Keeps a sent message alive until NCCL has read the message or, with gloo, until `wait` has completed the send."""
 
     work: dist.Work
     message: torch.Tensor
@@ -205,11 +211,12 @@ class _TorchReceive:
 
 
 class HostCommunicator(TorchCommunicator):
-    """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
+    """Copies each message to host memory (pinned memory for a GPU), and sends the copy over gloo.
 
     `send` waits until the device has computed the message, and `PendingReceive.wait` copies the message to the device.
-    No work on the device waits for another rank. Therefore a valid schedule always runs to its end, even with one
-    hardware queue, or if other code synchronises the device. A `HostCommunicator` is slow and meant for debugging.
+    Because no work on the device waits for another rank, a valid schedule always runs to its end, even on a GPU with
+    one hardware queue, and even if other code synchronises the device. A `HostCommunicator` is slow and meant for
+    debugging.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.
     """
@@ -236,7 +243,7 @@ class HostCommunicator(TorchCommunicator):
 
 @dataclass(frozen=True)
 class _HostSpec(TensorSpec):
-    """Shape and type of a message from or to `device` whose buffer is in host memory, which is pinned for a GPU."""
+    """A `TensorSpec` of a message whose buffer is in host memory; the memory is pinned if `device` is a GPU."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")

@@ -13,7 +13,7 @@ import torch
 
 
 class CopyPair(NamedTuple):
-    """A source tensor, and a target tensor of the same size for the copy."""
+    """The source tensor of a copy, and a target tensor of the same size."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -23,10 +23,10 @@ class PendingCopy(Protocol):
     """Queued copies between a device and host memory, which may not have ended yet."""
 
     def wait(self) -> None:
-        """Make all computation that this process launches later wait until the copies have ended."""
+        """Make all computation that this process launches later wait until these queued copies have ended."""
 
     def seconds(self) -> float:
-        """Wait until the copies have ended, and return the seconds that the copies took."""
+        """Wait until these queued copies have ended, and return how many seconds the copies took."""
 
 
 class CopyLane(Protocol):
@@ -124,9 +124,10 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 
 
 class HostBuffers:
-    """Buffers in host memory, of `num_bytes` in total; a later copy of the same size reuses a free buffer.
+    """Allocates buffers in host memory, and reuses a free buffer for a later copy of the same size.
 
-    A copy may reuse a buffer as soon as `give_back` has freed the buffer, because queued copies run in order.
+    `HostBuffers.num_bytes` is the total size of all buffers. A copy may reuse a buffer as soon as `give_back` has freed
+    the buffer, because queued copies run in order.
     """
 
     def __init__(self, lane: CopyLane) -> None:

@@ -22,7 +22,7 @@ MARGIN = 0.9
 
 
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return, for each rank, the rank's memory limit minus the temporary memory of one operation, or at least 1 byte.
+    """Return for each rank the memory limit minus the temporary memory of one operation, but at least 1 byte.
 
     Args:
         in_bytes: rank -> memory limit for activations and temporary memory, in bytes.
@@ -42,8 +42,8 @@ def least_free_bytes(device: torch.device) -> float:
 def return_free_heap() -> None:
     """Return the free memory of the C library's heap to the operating system.
 
-    glibc keeps free memory that lies below memory in use, until `malloc_trim` is called. Other C libraries have no
-    `malloc_trim`.
+    Until `malloc_trim` is called, glibc keeps free memory whose addresses are below the addresses of memory in use.
+    Other C libraries have no `malloc_trim`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

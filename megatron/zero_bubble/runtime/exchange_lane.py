@@ -22,10 +22,10 @@ class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
     def failure(self) -> BaseException | None:
-        """Return, without waiting, the error of the collective; None if the collective has not failed so far."""
+        """Return the error of the submitted collective without waiting; None if the collective has not failed."""
 
     def wait(self) -> None:
-        """Make all later computation wait for the collective; raise the error of a collective that has failed."""
+        """Make all later computation wait for the submitted collective; if it has failed, raise its error."""
 
 
 class ExchangeLane(Protocol):
@@ -36,23 +36,24 @@ class ExchangeLane(Protocol):
         """Whether a submitted collective waits for other ranks without delaying computation."""
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
-        """Queue `exchange` to run after all collectives submitted earlier; return at once."""
+        """Queue the function `exchange` to run after all collectives submitted earlier; return at once."""
 
     def close(self) -> None:
-        """Wait for all submitted work; no more work can be submitted afterwards."""
+        """Wait for all submitted collectives; no collective can be submitted afterwards."""
 
 
 def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
-    """Return the `ExchangeLane` for tensors on `device`; calling `leave` leaves the collectives' process groups."""
+    """Return an `ExchangeLane` for tensors on `device`; the function `leave` leaves the collectives' process groups."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane(leave)
 
 
 class ThreadLane:
     """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
-    After a collective has failed, the thread runs no later collective, because the ranks would run different
-    collectives. After a failure, the rank leaves the process groups of the collectives, so that no other rank waits for
-    this rank. The thread logs the error of a collective at once, because the main thread may wait for another rank.
+    After a collective has failed on this rank, the thread runs no later collective, because this rank and the other
+    ranks would run different collectives at the same time. After a failure, the rank leaves the process groups of the
+    collectives, so that no other rank waits for this rank. The thread logs the error of a collective at once, because
+    the main thread may wait for another rank.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).
@@ -153,7 +154,7 @@ class Exchanges:
         self._pending: dict[Op, PendingExchange] = {}
 
     def start(self, op: Op, exchange: Callable[[], None]) -> None:
-        """Queue `exchange`, which runs the collective `op` in parallel with the computation; return at once."""
+        """Queue the function `exchange`, which runs the collective `op` during computation; return at once."""
         assert self._lane is not None, f"{op} needs a lane for exchanges"
         self._pending[op] = self._lane.submit(exchange)
 

@@ -42,7 +42,8 @@ class Executor:
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: holds the weight gradients that B defers.
         recomputation_store: holds the forwards that recomputation (R) repeats; needed if the schedule has R.
-        tail_by_parameter: whether the W at the end of a step run parameter by parameter (see `schedule.tail`).
+        tail_by_parameter: whether the weight gradients at the end of a step are computed parameter by parameter (see
+            `schedule.tail`).
         offload_store: holds the activations that are copied to the host (D) and back (H); needed if the schedule has D.
         exchange_lane: runs collectives; needed for a schedule with operations on vocabulary shards.
     """
@@ -164,7 +165,7 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
-        """Wait for the input of a forward, and return it; None on the first stage."""
+        """Wait for the input of a forward, and return the input; return None on the first stage."""
         stage.before_inputs(op)
         input_tensor = self._messages.input_of(op, is_forward=True)
         if input_tensor is not None and self._runs_backward:
@@ -233,7 +234,7 @@ class Executor:
         self._messages.hand_on(op, input_grad, is_forward=False)
 
     def _backward_inputs(self, stage: Stage, op: Op) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-        """Wait until a backward can start; return the forward's input and output, and the output's gradient."""
+        """Wait until a backward can start; return the input and output of its forward, and the output's gradient."""
         stage.before_inputs(op)
         output_grad = self._messages.input_of(op, is_forward=False)
         self._offload.wait(op.chunk, op.microbatch)
@@ -246,7 +247,7 @@ class Executor:
             self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
-        """Run the W of one microbatch or, parameter by parameter, the W of several microbatches of one chunk."""
+        """Run one W; for several W of a chunk, compute the weight gradients of one parameter after the other."""
         self._begin(ops[0])
         if len(ops) == 1:
             stage.before_gradients(ops[0])
@@ -264,8 +265,8 @@ class Executor:
     def _validate(self, given: Stage, op: Op) -> None:
         """Validate the last optimizer step; if the step is amended, all ranks repeat the operations that precede `op`.
 
-        Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation. A
-        channel delivers messages in order, and the repeated operations send the same messages again.
+        Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation,
+        because a channel delivers messages in order and the repeated operations send the same messages again.
         """
         stage = cast(SteppingStage, given)
         if stage.validate():

@@ -59,7 +59,7 @@ class GroupAverager:
 
 @torch.no_grad()
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their means over a group; as in torch's averagers, the division precedes the sum."""
+    """Replace tensors by their means over a group; as in torch's averagers, divide by the group's size, then sum."""
     for part in _parts(tensors):
         mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
         dist.all_reduce(mean, group=group)
@@ -68,7 +68,7 @@ def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split tensors into lists of limited size, because averaging a list needs a copy of the list."""
+    """Split tensors into lists of limited total size, because averaging a list copies all tensors of the list."""
     part: list[torch.Tensor] = []
     num_elements = 0
     for tensor in tensors:

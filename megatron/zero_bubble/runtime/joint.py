@@ -18,9 +18,9 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises this error, so that
-            no rank waits for a failed rank. If `action` fails on several ranks, every rank raises the error of the
-            lowest failed rank.
+        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank then raises the error of
+            `action`, so that no rank waits for a failed rank. If `action` fails on several ranks, every rank raises the
+            error of the lowest failed rank.
     """
     outcome, error = attempt(action)
     raise_first(from_all_ranks(error), error)
@@ -35,7 +35,7 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on one `rank`; all ranks return the result or raise the error of `action`. A collective call."""
+    """Run `action` on rank `rank`; all ranks return the result or raise the error of `action`. A collective call."""
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
@@ -52,14 +52,18 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any, with the cause of `own`, because ranks do not send causes."""
+    """Raise the first error in `errors`, if any.
+
+    The raised error gets the cause of `own`, the error of this rank, because an error that is sent between ranks loses
+    its cause.
+    """
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Let the job's first rank make the schedule for `num_microbatches`; every rank returns `plan` with this schedule.
+    """Return `plan` with the schedule for `num_microbatches`, which the job's first rank makes for all ranks.
 
     `plan_on_first_rank` is a collective call of the whole job. One rank plans for all ranks, because a solver with a
     time limit may find a different order of operations on each rank, and all ranks must run the same order.

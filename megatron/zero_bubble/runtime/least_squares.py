@@ -6,11 +6,13 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve a least-squares problem; while an entry of the solution is negative, fix the lowest at 0 and repeat.
+    """Find a least-squares solution that has no negative entries.
+
+    While the solution has a negative entry, the lowest entry is fixed at 0, and the problem is solved again.
 
     Args:
-        matrix: of shape [equations, unknowns].
-        values: of shape [equations].
+        matrix: coefficients of the equations, of shape [equations, unknowns].
+        values: right-hand sides of the equations, of shape [equations].
     """
     used = list(np.flatnonzero(matrix.any(axis=0)))
     solution = np.zeros(matrix.shape[1])

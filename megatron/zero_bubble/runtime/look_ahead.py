@@ -13,8 +13,8 @@ T = TypeVar("T")
 class LookAhead(Iterator[T]):
     """An iterator that can also show the next items of an iterable without consuming the items.
 
-    If the data of a training step is a `LookAhead`, the next step is planned during this step, from the lengths of the
-    next microbatches. All steps have to use the same `LookAhead`.
+    If the training data is a `LookAhead`, the next step is planned while the current step runs, from the lengths of the
+    next step's microbatches. All steps have to use the same `LookAhead`.
 
     Args:
         items: the iterable; each item is read when it is first shown or taken.

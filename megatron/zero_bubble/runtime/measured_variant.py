@@ -14,9 +14,9 @@ def measured_variant(schedule: Schedule, plan: RunSchedules) -> Schedule:
     """Return a variant of `schedule` in which a training step measures all costs that planning needs.
 
     In the variant, every stage recomputes if the plan allows recomputation, and every stage copies activations to the
-    host if the plan allows offload. If `schedule` runs forwards and backwards as pairs, the variant runs some forwards
-    and backwards of every chunk separately. If `schedule` has no pairs and was planned by `auto`, the variant fuses
-    some backwards.
+    host if the plan allows offload. If `schedule` runs a forward and a backward as one operation, the variant runs some
+    forwards and backwards of every chunk separately. If every forward of `schedule` is a separate operation and the run
+    uses the schedule `auto`, the variant replaces some B and W by fused backwards (BW).
     """
     if not schedule.kinds.isdisjoint(PAIRED):
         schedule = half_apart(schedule)

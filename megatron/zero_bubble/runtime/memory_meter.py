@@ -115,5 +115,5 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return a memory meter for `device`; `SavedTensorMeter` describes the other arguments."""
+    """Return a `CudaMeter` if `device` is a GPU, otherwise a `SavedTensorMeter` with the other arguments."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)

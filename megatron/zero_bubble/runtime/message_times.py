@@ -37,7 +37,7 @@ def measure_edges(
 
     `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` connects stages `s` and `s + 1`. The
     result has no entry for an edge between two stages of the same rank. Edges between the same two ranks share one
-    measurement. Disjoint pairs of ranks measure at the same time.
+    measurement. Pairs of ranks without a common rank measure their messages at the same time.
 
     Args:
         while_computing: whether the sender computes while its message is in flight, as in training.
@@ -87,7 +87,7 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
 
 @contextmanager
 def _timed(times: list[float], device: torch.device) -> Iterator[None]:
-    """Append the milliseconds of the `with` block to `times`."""
+    """Append the duration of the `with` block in milliseconds to `times`."""
     start = time.perf_counter()
     yield
     _synchronize(device)
@@ -98,10 +98,11 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
     """Measure how many milliseconds a rank waits for the collective after the softmax (S) on vocabulary shards.
 
     All ranks of the job call `measure_collective`, and get the same result. The measured collective gathers three
-    numbers per token and then sums a message over the ranks. As in training, collectives run in an `ExchangeLane`.
+    numbers per token, and then sums a tensor of a message's shape over the ranks. As in training, collectives run in an
+    `ExchangeLane`.
 
     Args:
-        collectives: collectives of this pipeline's ranks.
+        collectives: runs collective operations among this pipeline's ranks.
         spec: type and shape of a message between stages; the shape is [..., hidden].
     """
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

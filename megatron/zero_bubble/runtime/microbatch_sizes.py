@@ -13,15 +13,15 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 
 
 def size_of(item: Any) -> MicrobatchSize | None:
-    """Return the size of a microbatch; None if the microbatch has no known field.
+    """Return the size of a microbatch, or None if the microbatch has no field that determines the size.
 
     The lengths of packed sequences come from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`,
     padding is not part of the size. With neither `cu_seqlens` nor a two-dimensional mask, the size is the shape
     `[batch, sequence]` of the first tensor of token ids.
 
     Args:
-        item: the data of the microbatch: a sequence of tensors, or a mapping with the names of Megatron (such as
-            `tokens`) or Hugging Face (such as `input_ids`).
+        item: the data of the microbatch, either a sequence of tensors or a mapping whose keys are names from Megatron
+            (such as `tokens`) or from Hugging Face (such as `input_ids`).
     """
     if isinstance(item, torch.Tensor):
         item = [item]

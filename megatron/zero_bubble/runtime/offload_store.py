@@ -23,11 +23,11 @@ _SAMPLES = 256
 class OffloadStore:
     """Holds the activations that one pipeline rank offloads, by model chunk and microbatch.
 
-    Within `forward`, entries of this store replace the tensors that autograd saves. A storage that several saved
-    tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
+    Inside the context `forward`, entries of this store replace the tensors that autograd saves. A storage that several
+    saved tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
     anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. A backward gets every released tensor as a view of a new storage, with the size and the strides
-    that the tensor had in the forward.
+    new storages. A backward gets every released tensor as a view of a new storage, with the size and the strides that
+    the tensor had in the forward.
 
     Args:
         lane: the host link.
@@ -58,7 +58,7 @@ class OffloadStore:
         bundle.copy = self._start(OpKind.D, chunk, pairs)
 
     def wait(self, chunk: int, microbatch: int) -> None:
-        """If the activations of a microbatch are offloaded, wait for their most recent copy, to the host or back."""
+        """If the activations of a microbatch are offloaded, wait for their last copy (to the host or to the device)."""
         bundle = self._bundles.get((chunk, microbatch))
         if bundle is not None and bundle.copy is not None:
             bundle.copy.wait()
@@ -86,12 +86,12 @@ class OffloadStore:
         self._bundles.pop((chunk, microbatch), None)
 
     def device_bytes(self, chunk: int, microbatch: int) -> int:
-        """Return the bytes on the device of all storages that autograd saved in this microbatch's F."""
+        """Return the bytes on the device of all storages that autograd saved in the F of a microbatch."""
         bundle = self._bundles.get((chunk, microbatch))
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of recent copies of the activations of `chunk`, to the host (D) or back (H)."""
+        """Return the durations in seconds of recent copies of kind `kind` (D or H) of the activations of `chunk`."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
@@ -184,7 +184,7 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """List the storages that autograd still holds at the end of F; without gradients, autograd holds none."""
+        """List the storages that autograd still holds at the end of F; if gradients are disabled, the list is empty."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
 

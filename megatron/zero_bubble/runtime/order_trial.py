@@ -27,8 +27,8 @@ class OrderTrial:
         own: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
         span_before: milliseconds of a step in the planned order, before the trial.
-        own_span: milliseconds of a step in megatron-core's own order; None while that order runs.
-        own_costs: the measured costs of the stages in megatron-core's own order; None while that order runs.
+        own_span: milliseconds of a step in megatron-core's own order; None before the measurement.
+        own_costs: the measured costs of the stages in megatron-core's own order; None before the measurement.
     """
 
     num_microbatches: int
@@ -53,7 +53,11 @@ class TrialResult:
         return self.planned_span * WORTHWHILE <= self.own_span
 
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
-        """Return megatron-core's step time: scale a step time of the planned order by the ratio of measured times."""
+        """Predict the step time in megatron-core's own order.
+
+        The prediction is the product of `milliseconds`, the predicted step time in the planned order, and a ratio: the
+        measured step time in megatron-core's own order, divided by the measured step time in the planned order.
+        """
         own = milliseconds * self.own_span / self.planned_span
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 

@@ -27,9 +27,10 @@ _Times = Mapping[tuple[int, OpKind], float]
 class PairTime(NamedTuple):
     """Durations of the pairs of F and B that contain an operation of a given chunk.
 
-    `together` is the sum of the pairs' milliseconds, over all combinations of chunks and kind of backward. `apart` is
-    the sum of the milliseconds of the same F and B run one after the other. `hidden` is the mean share, from 0 to 1, of
-    the time of token exchanges that overlaps with computation in the pairs.
+    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` is
+    the sum of the usual durations of all types of pairs, in milliseconds. `apart` is the sum of the usual durations of
+    the same F and B, run one after the other. `hidden` is the share (0 to 1) of the token-exchange time that overlaps
+    with computation, averaged over the types of pairs.
     """
 
     hidden: float = 0.0
@@ -41,7 +42,7 @@ NO_PAIRS = PairTime()
 
 
 def _hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the share, from 0 to 1, of the time of token exchanges that overlaps with computation in a pair."""
+    """Return the share (0 to 1) of a pair's token-exchange time that overlaps with the pair's computation."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0
@@ -83,13 +84,16 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return the separately measured operations that together compute the gradients of `kind`; [] if none."""
+    """List the operations, measured outside of pairs, that compute the same gradients as an operation of kind `kind`.
+
+    The list is empty if one of these operations was not measured outside of pairs.
+    """
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]
 
 
 def duration_ratio(measured: Sequence[PairTime]) -> float | None:
-    """Return the time of pairs divided by the time of the same operations run separately; None without any pairs."""
+    """Return the ratio of the time of pairs to the time of the same operations run separately; None without pairs."""
     apart = sum(each.apart for each in measured)
     return sum(each.together for each in measured) / apart if apart else None

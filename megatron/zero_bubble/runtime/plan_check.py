@@ -33,11 +33,11 @@ class Difference(NamedTuple):
 
 
 def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
-    """Return the planned costs with the measured times of operations, but with the planned memory and message times.
+    """Return a copy of `planned` with measured times of operations and unchanged memory and message times.
 
     A kind of operation that did not run keeps its planned time. If R did not run, the time of R changes in proportion
-    to the time of F. If a stage ran BW only, the times of B and W and the time that BW saves keep their planned
-    proportions.
+    to the time of F. If a stage ran BW but no B, the times of B and W and the time that BW saves keep their planned
+    proportions to each other.
 
     Args:
         planned: the costs from which the schedule was planned.
@@ -76,7 +76,7 @@ def _in_planned_proportions(planned: StageCosts, measured: StageCosts, schedule:
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
-    """Increase the times of messages and collectives in `costs` until the simulated schedule takes the measured `span`.
+    """Increase the times of messages and collectives in `costs` until the simulated time of `schedule` equals `span`.
 
     Messages of busy ranks are slower than messages of idle ranks. Variations in the duration of operations also make
     ranks wait for each other, as if messages were slower.
@@ -106,7 +106,7 @@ def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> St
 
 
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
-    """Yield the largest error of the planned times of each kind of operation, and the mean error of message times.
+    """Yield the largest error of a planned time for each kind of operation, and the mean error of message times.
 
     `differences` ignores relative errors of at most `TOLERANCE`, and errors that are negligible relative to the
     computing time of a microbatch.
@@ -124,6 +124,6 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change, over all stages, of the sum of the times of F, B, W and R of a stage."""
+    """Return the largest relative change of any stage's computing time (the sum of the times of F, B, W and R)."""
     before, after = (map(add, map(costs.work, range(costs.num_stages)), costs.time_r) for costs in (old, new))
     return max(abs(now / then - 1.0) for then, now in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Settings of a run for planning schedules, and reports about the planned schedules."""
+"""Defines the settings with which a run plans schedules, and reports about the planned schedules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class PlanningOptions:
     Attributes:
         first_step: the first step that is profiled, unless `profile` is given.
         last_step: the last step that is profiled.
-        model: the settings of the model that determine the costs.
-        memory_limit: the memory limit of the run; None for the schedule's own limit.
+        model: the model's settings on which the costs depend.
+        memory_limit: the memory limit of the run; None if the schedule determines its own limit.
         profile: measured costs from which the run plans before the first step.
-        threshold: relative change of the time of a stage above which the run plans again; 0 for never.
+        threshold: the run plans again if the relative change of a stage's time exceeds `threshold`; with 0, the run
+            never plans again for this reason.
         limits: memory limit of each rank in bytes, if the layout was chosen under memory limits per rank. `limits`
             override `memory_limit`.
-        megatrons: the step time with Megatron's split of layers, to which reports compare the step time of the chosen
-            layout.
+        megatrons: the step time with Megatron's split of layers; reports compare the step time of the chosen layout
+            with this time.
         tries_own_order: whether the run also measures megatron-core's own order of operations, if the predicted gain
             of the planned order is small.
     """

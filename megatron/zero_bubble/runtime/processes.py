@@ -18,14 +18,14 @@ import time
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
     """Make Linux send `death_signal` to this process as soon as the thread that has forked the process ends.
 
-    On other operating systems, the call does nothing.
+    On operating systems other than Linux, `end_with_parent` does nothing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, death_signal)  # 1 is PR_SET_PDEATHSIG
 
 
 def tie_children() -> None:
-    """Make every process that the main thread forks from now on end as soon as this process ends.
+    """Tie later child processes of the main thread to this process: each child ends as soon as this process ends.
 
     Children that other threads fork are not affected, because the kernel would end each of these children as soon as
     the thread that has forked the child ends.
@@ -47,7 +47,7 @@ def end_children(patience: float = 2.0) -> None:
     """End the daemonic children of `multiprocessing`, for which Python would wait without limit at exit.
 
     Args:
-        patience: total number of seconds between the first SIGTERM and SIGKILL.
+        patience: seconds after SIGTERM at which the children that are still alive get SIGKILL.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

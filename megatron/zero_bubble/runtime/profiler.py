@@ -95,7 +95,7 @@ class Profiler:
     ) -> list[ChunkCosts]:
         """Return the costs of this rank's chunks.
 
-        Recomputations and weight gradients that ran within B count as R and W.
+        Time that B spends on recomputation and on weight gradients counts as time of R and W.
 
         Args:
             center: computes one time from several samples. An outlier, such as the first step, hardly changes the
@@ -135,7 +135,7 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory by a kind of operation; for F, as if F kept all activations."""
+        """Return the usual change of memory by operations of `kind`; for F, include the activations that R restores."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -165,10 +165,14 @@ class MeasuredCosts(NamedTuple):
 def combine_costs(
     placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
 ) -> MeasuredCosts:
-    """Compute the costs of all stages from (costs of chunks, edge -> milliseconds of a message) of each rank.
+    """Compute the costs of all stages from the measurements of all ranks.
 
     The time of an operation is the maximum over the data- and tensor-parallel replicas of a stage, because the pipeline
     waits for the slowest replica. The memory of a stage after F, after B and after W is also the maximum over replicas.
+
+    Args:
+        gathered: for each rank, the measurements of the rank's chunks, and the message times that the rank measured in
+            milliseconds (index of the first of two neighbouring stages -> time of a message between the two stages).
     """
     chunks = [chunk for chunks_of_rank, _ in gathered for chunk in chunks_of_rank]
     stages = [[chunk for chunk in chunks if chunk.stage == stage] for stage in range(placement.num_stages)]

@@ -9,9 +9,9 @@ class RecentSteps:
     """Predicts from the last optimizer steps whether the next step will be wrong.
 
     An optimizer step is wrong if its gradients had to be clipped, or if the step had to be skipped. A correct step that
-    does not wait for its validation saves time. A wrong step that does not wait for its validation loses about as much
-    time, because the step must be amended. If at least two of the last four steps were wrong, the next step waits for
-    its validation. All ranks of a pipeline record the same steps, and therefore make the same decision.
+    does not wait for its validation saves time. A wrong step that does not wait for its validation must be amended, and
+    loses about as much time as a correct step saves. If at least two of the last four steps were wrong, the next step
+    waits for its validation. All ranks of a pipeline record the same steps, and therefore make the same decision.
     """
 
     def __init__(self) -> None:

@@ -30,8 +30,9 @@ class ForwardMode(Enum):
 class RecomputationStore:
     """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
-    The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations. The executor
-    runs R with `recompute`. Outside of an F, the store does not affect blocks of layers.
+    The executor runs each F inside the context `forward`; the arguments of `forward` decide whether the F drops its
+    activations. The executor runs an R by calling `recompute`. Outside of an F, the store does not affect blocks of
+    layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
     blocks. In a schedule without R, F keeps the activations of the last group. B restores the activations of each
@@ -77,7 +78,7 @@ class RecomputationStore:
         return None if self._current is None else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Store the recomputation of one block; return a function that makes a context for the block's backward."""
+        """Store a block's recomputation, and return a function that makes the context of the block's backward."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
         return self._current.put(recomputation)
@@ -119,7 +120,7 @@ class RecomputationStore:
 
 
 class _Blocks:
-    """The blocks of layers of one F in order, and the state of each block."""
+    """The blocks of layers that one F runs, in order, and the state of each block."""
 
     def __init__(self, store: RecomputationStore, num_groups: int, usual_number: int | None, *, has_r: bool) -> None:
         self._store = store
@@ -171,7 +172,7 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Run the forwards of the blocks again, in order, for the last group whose activations are dropped."""
+        """Repeat in order the forwards of the blocks in the last group whose activations are dropped."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
@@ -191,7 +192,10 @@ class _Blocks:
             self._leave_entered()
 
     def _leave_entered(self) -> None:
-        """Run the weight gradients of the block whose backward has ended, unless the block is in the first group."""
+        """Compute the deferred weight gradients of the block whose backward has just ended.
+
+        The weight gradients of the blocks in the chunk's first group of blocks stay deferred.
+        """
         if self._entered is None:
             return
         (number, num_put), self._entered = self._entered, None

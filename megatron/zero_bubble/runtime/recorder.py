@@ -87,12 +87,13 @@ def device_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """One operation that a rank ran, from `start` to `end` in seconds, without the wait for the operation's inputs.
+    """One operation that a rank ran, from `start` to `end` in seconds; the operation's inputs arrive before `start`.
 
-    `held` is the change of the memory in use by the operation, in bytes; None unless memory was measured. `inside` is
-    the operation's temporary memory: the peak beyond the memory in use before and after the operation. `exchanged` is
-    the time in seconds of token exchanges between experts. `within` contains (kind, seconds) of the recomputations and
-    weight gradients that ran within the operation.
+    `held` is the number of bytes by which the operation changed the memory in use; None if memory was not measured.
+    `inside` is the operation's temporary memory in bytes: the peak of the memory in use during the operation, minus the
+    memory in use before or after the operation, whichever is larger. `exchanged` is the time in seconds for which
+    experts exchanged tokens during the operation. `within` contains (kind, seconds) of each kind of work, R or W, that
+    ran as a part of the operation.
     """
 
     op: Op
@@ -114,11 +115,11 @@ class MemoryMeter(Protocol):
 
     @property
     def inside(self) -> int:
-        """Temporary memory of the last operation in bytes: the peak beyond the memory at `begin` and at `end`."""
+        """Temporary memory of the last operation in bytes (see `MeasuredOp.inside`)."""
 
 
 class OpRecorder:
-    """Records the operations of one step, between the calls of `begin` and `end` by the executor.
+    """Records the operations of one step; the executor calls `begin` before and `end` after each operation.
 
     Args:
         after_op: called after each recorded operation.
@@ -144,7 +145,10 @@ class OpRecorder:
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Record that an operation, or several operations that run as one, are complete or, on a GPU, launched."""
+        """Record the end of one operation, or of several operations that run as one.
+
+        On a GPU, `end` is called when the operations have been launched, and records when the GPU reaches their end.
+        """
         self._marks += (self._begun, self._clock.mark())
         held, inside = None, 0
         if self._meter is not None and ops[0].kind not in POST_VALIDATION:
@@ -161,7 +165,7 @@ class OpRecorder:
 
     @contextmanager
     def timed_within(self, kind: OpKind | None) -> Iterator[None]:
-        """Time a part of the current operation: an operation of `kind`, or an exchange of tokens if `kind` is None."""
+        """Time a part of the current operation: work of kind `kind`, or an exchange of tokens if `kind` is None."""
         begin = self._clock.mark()
         yield
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
@@ -197,7 +201,7 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 
 
 def _share(ops: Sequence[Op], start: float, end: float, held: int | None, inside: int) -> Iterator[MeasuredOp]:
-    """Divide the time and the change of memory of operations that ran as one equally among these operations.
+    """Share the time and the change of memory of `ops`, which ran as one operation, equally among `ops`.
 
     In a pair of a forward and a backward, the backward gets all of the time, as in a simulation, and the forward gets
     all of the memory.
@@ -227,8 +231,8 @@ class StepTime:
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     """Compute the `StepTime` of a step that ran at least one operation.
 
-    The span and the work exclude the operations of post-validation. An operation that ran again after a failed
-    validation counts as work only once.
+    `StepTime.span` and `StepTime.work` exclude the operations of post-validation. An operation that ran again after a
+    failed validation counts as work only once.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
     last = max(measured.end for measured in computed.values())

@@ -1,4 +1,4 @@
-"""Plans the schedule of a run from costs that some steps have measured, and plans again if these costs are wrong."""
+"""Plans the schedule of a run from measured costs, and plans again if later measurements differ from these costs."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return a variant of the next `schedule` that measures all costs, or `schedule` itself if costs are known."""
+        """Return a variant of `schedule` for measuring all costs, or `schedule` itself if the costs are known."""
         self._groups[schedule.num_microbatches] = schedule.groups
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if measured costs are known, but no plan for `num_microbatches` was made from the costs.
+        """Return a new plan if measured costs are known that have not yet been used to plan for `num_microbatches`.
 
         `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
         depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
@@ -186,7 +186,11 @@ class Replanner:
         return self._profile
 
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
-        """Correct the costs and plan again; return the new plan if it is faster, and the milliseconds of a step."""
+        """Correct the costs by measured times, and plan again from the corrected costs.
+
+        The result is the new plan, or None if the new plan is not faster, and the expected milliseconds of the next
+        steps.
+        """
         old, running = self._known_profile(), self._current.schedule(num_microbatches)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs, running)
@@ -210,7 +214,7 @@ class Replanner:
         return (plan, span * after / before) if is_new else (None, span)
 
     def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
-        """Begin a trial of megatron-core's own order and return this order; None if the gain of the plan is large."""
+        """Begin a trial of megatron-core's own order and return its schedules, or return None if no trial begins."""
         planned = self._current
         if not self._options.tries_own_order or not planned.adapts or self._options.megatrons is not None:
             return None
@@ -224,7 +228,10 @@ class Replanner:
         return own
 
     def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the schedules of the next steps, or None to keep the order of operations; a collective call."""
+        """Continue or end a trial; return the schedules of the next steps, or None if the order of operations stays.
+
+        `_continue_trial` is a collective call.
+        """
         if self._checked_numbers != {trial.num_microbatches}:
             self._trial = None
             self._checked.clear()
@@ -258,7 +265,7 @@ class Replanner:
         return Prediction(self._known_profile(), schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Measure the times of operations again, and plan again if a change exceeds the threshold."""
+        """Measure the times of operations again, and plan again if the times have changed more than the threshold."""
         old, new = self._known_profile(), self._measure(num_microbatches)
         # Memory and messages do not drift and are measured only once.
         costs = with_measured_times(old.costs, new.costs, self._current.schedule(num_microbatches))

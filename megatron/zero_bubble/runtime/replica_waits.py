@@ -56,7 +56,10 @@ class ReplicaWaits:
         self._marks = []
 
     def take(self) -> Waits | None:
-        """Return the waits since the last call; None if no iteration has ended. All replicas make this call."""
+        """Return the mean waiting times since the last call of `take`; None if no iteration has ended since then.
+
+        All replicas call `take` together.
+        """
         iterations, self._iterations = self._iterations, []
         if not iterations:
             return None

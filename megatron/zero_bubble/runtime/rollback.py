@@ -1,4 +1,4 @@
-"""Undoes an optimizer step, either exactly from a copy or approximately by inverting AdamW in place."""
+"""Undoes an optimizer step, either exactly from copied values or approximately by inverting AdamW in place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
 
     Args:
         optimizers: optimizers of torch, apex or Transformer Engine, whose fp32 parameters the rollback restores.
-        on_host: whether the copy is in pinned host memory.
+        on_host: whether the copies of parameters and optimizer states are in pinned host memory.
 
     Raises:
         ValueError: `kind` is `inverse`, and either `on_host` is True or an optimizer is not AdamW.
@@ -65,10 +65,10 @@ _Values = dict[str, Any]
 class Snapshot:
     """Undoes a step by restoring copies of the parameters, the optimizer states and the parameter groups' settings.
 
-    The copy contains all optimizer states, such as moments and step counts. Before the first optimizer step, there are
-    no optimizer states to copy. The copy takes as much memory as the parameters and the optimizer states: with Adam, 12
-    bytes for each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate
-    stream copies the values while the device computes the iteration after the last validation.
+    A `Snapshot` copies all optimizer states, such as moments and step counts. Before the first optimizer step, there
+    are no optimizer states to copy. The copies take as much memory as the parameters and the optimizer states: with
+    Adam, 12 bytes for each parameter that this rank's optimizers update. The memory for the copies is allocated once.
+    On a GPU, a separate stream copies the values while the GPU computes the gradients for the next optimizer step.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -146,9 +146,10 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
 class Inverse(Rollback):
     """Undoes a step of AdamW without extra memory, by solving AdamW's equations for the values before the step.
 
-    `Inverse` computes the parameter theta, the moments m and v, and the step count t before the step. The equations use
-    the values after the step and the gradient g, with c1 = 1 - beta1^t and c2 = 1 - beta2^t. The equations are in the
-    appendix of Qi et al. 2024 on rolling back AdamW (https://openreview.net/forum?id=tuzTN0eIO5):
+    `Inverse` computes the values that the parameter theta, the moments m and v, and the step count t had before the
+    step. The equations use the values after the step and the gradient g, with c1 = 1 - beta1^t and c2 = 1 - beta2^t.
+    The equations are in the appendix of Qi et al. 2024 on rolling back AdamW
+    (https://openreview.net/forum?id=tuzTN0eIO5):
 
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
@@ -195,7 +196,7 @@ def _invert(parameter: torch.nn.Parameter, state: dict[str, Any], group: dict[st
 
 
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Return the settings `names`, by default all settings, of each parameter group.
+    """Return for each parameter group the settings whose names are in `names`, or all settings if `names` is None.
 
     Settings that are tensors are copied, because a learning-rate scheduler may change the tensors in place.
     """

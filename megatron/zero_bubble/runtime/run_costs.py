@@ -24,8 +24,8 @@ class RunCosts:
         placement: assigns stages to ranks.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: measures, on all ranks together, the time of a message for each stage boundary of this rank,
-            and the time of a collective of vocabulary shards (0 without shards).
+        measure_messages: a collective call that measures the time of a message for each stage boundary of this rank,
+            and the time of a collective of vocabulary shards (0 without vocabulary shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -67,8 +67,8 @@ class RunCosts:
         """Make a profile from the steps that all ranks have added since the last profile; a collective call.
 
         Args:
-            model: the settings of the model that determine the costs.
-            groups: for each stage, the number of groups of layers in the schedule that ran.
+            model: the model's settings on which the costs depend.
+            groups: for each stage, the number of groups of recomputed blocks of layers in the schedule that ran.
             center: computes one time from the samples of an operation; `RunCosts.center` by default.
         """
         self.observer.flush()
@@ -82,13 +82,13 @@ class RunCosts:
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
-        """Restrict the next profile to `steps`; return the mean milliseconds of a step on the slowest rank.
+        """Base the next profile on `steps` only; return the mean milliseconds of a step on the slowest rank.
 
         `add_checked` is a collective call. The result is a mean rather than a median, so that unusually long operations
         count. Each rank leaves out its slowest step, which another process may have interrupted.
 
         Args:
-            steps: the measured operations of each step; the call empties this list.
+            steps: the measured operations of each step; `add_checked` empties this list.
         """
         self.observer.flush()
         self._profiler = Profiler(self._placement, self._rank)

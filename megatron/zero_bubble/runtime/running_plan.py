@@ -91,10 +91,11 @@ class RunningPlan:
         """Return the executor of a training step or an evaluation; creating an executor is a collective call.
 
         Args:
-            mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
-                and of separate backwards separately, and adding both sums would change a gradient's last bits.
-            less_memory: `StepDecision.level` and `StepDecision.schedule` of a step whose microbatches do not fit in
-                memory with the run's own schedule.
+            mixes_backwards: whether a step may have both fused and separate backwards. FSDP keeps one sum of gradients
+                for fused backwards and another sum for separate backwards, and adding the two sums would change a
+                gradient's last bits.
+            less_memory: `StepDecision.level` and `StepDecision.schedule` for a step whose microbatches do not fit in
+                memory with the run's own schedule; None for any other step.
         """
         level = less_memory[0] if less_memory else 0
         key = (num_microbatches, forward_only, level)

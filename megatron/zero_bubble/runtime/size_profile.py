@@ -77,7 +77,7 @@ class SizeProfile:
         """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each rank.
 
         Args:
-            usual: the costs of the mean microbatch, for costs without samples.
+            usual: the costs of the mean microbatch, from which costs without samples are derived.
             gather: returns the samples of all ranks.
 
         Returns:
@@ -115,7 +115,10 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Fit a curve for each stage to the samples of the kind of operation with the most temporary memory."""
+    """Fit a curve for each stage to the temporary memory of operations.
+
+    The curve of a stage is fitted to one kind of operation: the kind that needs the most temporary memory.
+    """
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -137,7 +140,10 @@ def _curves_by_result(samples: Mapping[OpKind, _Points]) -> dict[OpKind, Curve]:
 
 
 def _fit(samples: _Points) -> Curve:
-    """Return the least-squares curve with coefficients of one sign; fewer terms win if the fit is nearly as good."""
+    """Return the least-squares curve whose coefficients all have the same sign.
+
+    A curve with fewer terms is preferred if the curve fits the samples nearly as well.
+    """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])
     values = np.array([sign * value for _, value in samples])

@@ -71,7 +71,16 @@ class PairingStage(Stage, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a forward and the backward of another microbatch or chunk as one operation.
 
-        `Stage.forward` and `Stage.backward` describe the arguments and the results.
+        Args:
+            forward: the forward operation.
+            input_tensor: the input of `forward`; None on the first stage.
+            backward: the backward operation.
+            backward_input: the input of the forward that belongs to `backward`; None on the first stage.
+            output_tensor: the output of the forward that belongs to `backward`.
+            output_grad: the gradient of `output_tensor`; None on the last stage.
+
+        Returns:
+            The output of `forward`, and the gradient of `backward_input` (None on the first stage).
         """
 
 
@@ -82,7 +91,11 @@ class SteppingStage(Stage, Protocol):
         """Run the optimizer's step with this rank's complete gradients, before the norm of all gradients is known."""
 
     def validate(self) -> bool:
-        """Confirm or amend the last optimizer step; return, equally on all ranks, whether forwards must run again."""
+        """Confirm or amend the last optimizer step.
+
+        Returns:
+            Whether forwards must run again; the result is the same on all ranks.
+        """
 
     def restart(self) -> None:
         """Discard the forwards of the current step, which will run again on the same data in the same order."""

@@ -17,10 +17,10 @@ _Key = tuple[bool, int, int]
 
 
 class StageMessages:
-    """Passes outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
+    """Passes outputs and gradients between neighbouring stages, through channels or directly within a rank.
 
     Args:
-        schedule: a schedule, whose placement assigns stages to ranks.
+        schedule: the schedule, whose placement assigns stages to ranks.
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
     """
@@ -58,7 +58,7 @@ class StageMessages:
         return True
 
     def send(self, op: Op) -> torch.Tensor:
-        """Start to send the message of the operation `op`, and return the message."""
+        """Start to send the message of the send operation `op`, and return the message."""
         is_forward = op.kind is OpKind.SEND_FORWARD
         tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
         destination = self._placement.peer_of(self._rank, op)
@@ -68,7 +68,7 @@ class StageMessages:
         return tensor
 
     def receive(self, stage: Stage, op: Op) -> None:
-        """Start to receive the message of the operation `op`."""
+        """Start to receive the message of the receive operation `op`."""
         source = self._placement.peer_of(self._rank, op)
         key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
         self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))

@@ -35,7 +35,7 @@ ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
 
 
 class Peers(Protocol):
-    """Communicates with the ranks that run the same steps."""
+    """Communicates with the other ranks that train the same model."""
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Run `action` on a pipeline's first rank, and return its result or raise its `Infeasible` on all ranks."""
@@ -121,7 +121,7 @@ class StepPlanner:
         return self._first <= step <= max(self._fits_after)
 
     def take_times(self) -> OrderTimes:
-        """Return the `OrderTimes` of the steps since the last call."""
+        """Return the `OrderTimes` of the steps since the last call of `take_times`."""
         times, self._times = self._times, OrderTimes()
         return times
 
@@ -202,7 +202,7 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the plan of a step is not ready and an earlier step's order may replace it."""
+        """Return whether the plan for `problem` is not ready, and the order of an earlier step can be used instead."""
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
@@ -234,7 +234,7 @@ class StepPlanner:
 class PlanningProcess:
     """A process that plans one step at a time.
 
-    A thread would compete with the running step for Python's global interpreter lock.
+    Planning in a thread would compete with the running step for Python's global interpreter lock.
     """
 
     def __init__(self) -> None:
@@ -251,11 +251,11 @@ class PlanningProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process is still planning."""
+        """Whether the planning process has not yet answered the last call of `ask`."""
         return self._asked is not None and not self._asked[1].done()
 
     def ask(self, problem: StepProblem) -> None:
-        """Begin to plan a step in the process, which must not be busy."""
+        """Begin to plan a step in the planning process, which must not be busy."""
         self._asked = problem, self._thread.submit(self._answer, problem)
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
@@ -263,11 +263,11 @@ class PlanningProcess:
         return cast("StepPlan | Infeasible", self._connection.recv())
 
     def plans(self, problem: StepProblem) -> bool:
-        """Return whether the last call of `ask` had this `problem`."""
+        """Return whether `problem` equals the problem in the last call of `ask`."""
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:
-        """Wait for the plan of the last call of `ask`, and return the plan; None if the process has ended."""
+        """Wait for the plan of the last call of `ask`, and return the plan; None if the planning process has ended."""
         assert self._asked is not None
         try:
             return self._asked[1].result()

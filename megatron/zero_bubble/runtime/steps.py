@@ -70,7 +70,7 @@ class StepProgress:
         self._recorder: OpRecorder | None = None
 
     def start(self, recorder: OpRecorder | None) -> None:
-        """Begin a step, which `recorder` measures if it is not None."""
+        """Begin a step; `recorder` measures the step unless `recorder` is None."""
         self._recorder, self._marked, self._begun = recorder, [], -1
 
     def begin(self) -> None:

@@ -27,7 +27,7 @@ HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class AnnouncedSpec:
-    """The type and the device of a message whose shape is in its header."""
+    """The type and the device of a message whose header contains the shape of the message."""
 
     dtype: torch.dtype
     device: torch.device
@@ -35,7 +35,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """Describes an answer to a message of this rank, whose shape is known as soon as this rank has sent the message."""
+    """Describes an answer to a message of this rank; the answer's shape is known once the message has been sent."""
 
     find: Callable[[], TensorSpec | None]
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
@@ -87,7 +87,10 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Request the next message from rank `source`; post the requested receives up to the first unknown shape."""
+        """Request the next message from rank `source`; return at once.
+
+        The requested receives that precede the first message of unknown shape are posted.
+        """
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -95,7 +98,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post the receives of a channel up to `receive`, in order; wait for the headers of unknown shapes."""
+        """Post a channel's receives in order, up to `receive`; wait for the header of each message of unknown shape."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()
@@ -104,7 +107,7 @@ class VariableCommunicator:
         return receive.posted
 
     def _post_known(self, source: int) -> None:
-        """Post the receives of a channel in order, up to the first message of unknown shape."""
+        """Post in order the receives of a channel that precede the first message of unknown shape."""
         channel = self._channels[source]
         while channel and (spec := channel[0].known()) is not None:
             channel.popleft().posted = self._messages.receive(source, spec)

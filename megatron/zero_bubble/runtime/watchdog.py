@@ -3,8 +3,8 @@
 A hung rank reports nothing, and its neighbours wait for messages of the hung rank. To detect a hung rank, each rank has
 a thread that regularly checks whether the rank has advanced to another operation. The first thread whose rank has not
 advanced within the timeout raises an alarm in the job's store. After an alarm, every rank writes its current operation
-to the store, the rank that raised the alarm reports these operations, and all ranks exit. A check costs one small
-request to the store.
+to the store. The rank that raised the alarm reports the operations of all ranks, and then all ranks exit. Each check by
+a thread costs one small request to the store.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Watchdog:
         position: returns the position of this rank, or None between two steps; called in the watchdog's thread.
         timeout: seconds that a rank may spend at one operation before the watchdog raises an alarm.
         report: reports a hung pipeline; called only on the rank that was the first to raise an alarm.
-        leave: called on every rank after the report. `leave` should end the process, because a hung rank cannot exit
-            on its own.
+        leave: called on every rank after a hung pipeline has been reported. `leave` should end the process, because a
+            hung rank cannot exit on its own.
         host: name of this rank's machine.
     """
 

@@ -1,4 +1,4 @@
-"""Holds the weight gradients (W) that B has deferred, until the schedule runs them."""
+"""Holds the computations of weight gradients (W) that B has deferred, until the schedule runs these computations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WeightGrad = Callable[[], None]
 
 
 class _Deferred(NamedTuple):
-    """The deferred weight gradient (W) of one layer for one microbatch."""
+    """The deferred computation (W) of one layer's weight gradient for one microbatch."""
 
     parameter: Hashable
     start: Callable[[], None]
@@ -31,9 +31,9 @@ class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
     While a B runs inside `deferring()`, each layer passes the computation of its weight gradient to `put`. `flush`
-    queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk, and
-    `pop_by_parameter` runs several W parameter by parameter. Outside of `deferring()`, a layer computes its weight
-    gradient within the backward.
+    queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk.
+    `pop_by_parameter` runs several W, and computes the weight gradients of one parameter after the other. Outside of
+    `deferring()`, a layer computes its weight gradient within the backward.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -71,10 +71,11 @@ class WeightGradStore:
 
         Args:
             weight_grad: computes the gradient.
-            held: the tensors that `weight_grad` keeps alive until it has run.
-            parameter: identifies the parameter. The weight gradients of one parameter run in the order of `put`.
-            start: starts background work for which `weight_grad` waits; called before the preceding
-                weight gradient runs.
+            held: the tensors that `weight_grad` keeps alive until `weight_grad` has run.
+            parameter: identifies the parameter of the weight gradient. The weight gradients of one parameter are
+                computed in the order of the calls of `put`.
+            start: starts background work for which `weight_grad` waits; called before the preceding weight gradient is
+                computed.
         """
         assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -89,16 +90,16 @@ class WeightGradStore:
 
     @property
     def num_put(self) -> int:
-        """Number of weight gradients that the current B has deferred and that have not run."""
+        """Number of weight gradients that the current B has deferred and that have not been computed."""
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Run the weight gradients that the current B has deferred, except for the first `num_put`."""
+        """Compute the current B's deferred weight gradients, except for the `num_put` gradients deferred first."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Return the bytes that the current B's deferred weight gradients hold, except for the first `num_put`."""
+        """Return the bytes held by the current B's deferred weight gradients, without the `num_put` deferred first."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
@@ -107,20 +108,21 @@ class WeightGradStore:
         self._bundle = []
 
     def pop(self, chunk: int, microbatch: int) -> None:
-        """Run the oldest pending W of `chunk`, which must be the W of `microbatch`, and release its tensors."""
+        """Run the oldest pending W of `chunk`, which must be the W of `microbatch`, and release this W's tensors."""
         # W runs in the order of B, from the last layer to the first, as autograd would run it.
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
-        """Run the W of `microbatches`, which must be the oldest pending W of `chunk`, parameter by parameter.
+        """Run the W of `microbatches`, which must be the oldest W of `chunk`, one parameter after the other.
 
-        Parameters come in the order of B, from the last layer to the first. The microbatches of each parameter come in
-        the given order. Before each weight gradient runs, `before` is called with the number of the microbatch.
+        The order of the parameters is the order in which B reaches the parameters, from the last layer to the first.
+        The weight gradients of one parameter are computed in the order of `microbatches`. Before each weight gradient
+        is computed, `before` is called with the number of the microbatch.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Remove the W of `microbatches` from the queue; return the weight gradients parameter by parameter."""
+        """Remove the W of `microbatches` from the queue; return the deferred weight gradients, ordered by parameter."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -146,7 +148,10 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order; call the `start` of each before the preceding weight gradient runs."""
+    """Compute deferred weight gradients in order.
+
+    The function `start` of a weight gradient is called before the preceding weight gradient is computed.
+    """
     pending.reverse()
     if pending:
         pending[-1][1].start()
