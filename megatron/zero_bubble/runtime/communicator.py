@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class PendingSend(Protocol):
-    """A message that is being sent. A `PendingSend` keeps the tensor alive until the send is complete."""
+    """A message that is being sent. A `PendingSend` keeps the sent tensor alive until the send is complete."""
 
     def is_done(self) -> bool: ...
 

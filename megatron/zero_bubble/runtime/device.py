@@ -26,7 +26,7 @@ def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple
 
     Args:
         in_bytes: rank -> memory limit for activations and temporary memory, in bytes.
-        inside: rank -> temporary memory that one operation needs, such as logits, in bytes.
+        inside: rank -> temporary memory (such as logits) that one operation needs, in bytes.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))

@@ -154,7 +154,7 @@ class Exchanges:
         self._pending: dict[Op, PendingExchange] = {}
 
     def start(self, op: Op, exchange: Callable[[], None]) -> None:
-        """Queue the function `exchange`, which runs the collective `op` during computation; return at once."""
+        """Queue the function `exchange`, which runs the collective `op` while this rank computes; return at once."""
         assert self._lane is not None, f"{op} needs a lane for exchanges"
         self._pending[op] = self._lane.submit(exchange)
 

@@ -188,8 +188,8 @@ class Replanner:
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
         """Correct the costs by measured times, and plan again from the corrected costs.
 
-        The result is the new plan, or None if the new plan is not faster, and the expected milliseconds of the next
-        steps.
+        The result is a tuple: the new plan (None if the new plan is not faster), and the expected milliseconds of a
+        later step.
         """
         old, running = self._known_profile(), self._current.schedule(num_microbatches)
         measured = self._measure(num_microbatches, statistics.fmean)
@@ -228,7 +228,7 @@ class Replanner:
         return own
 
     def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Continue or end a trial; return the schedules of the next steps, or None if the order of operations stays.
+        """Continue or end a trial; return the schedules of the next steps, or None to keep the order of operations.
 
         `_continue_trial` is a collective call.
         """
@@ -265,7 +265,7 @@ class Replanner:
         return Prediction(self._known_profile(), schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Measure the times of operations again, and plan again if the times have changed more than the threshold."""
+        """Measure the times of operations again; plan again if the times have changed by more than the threshold."""
         old, new = self._known_profile(), self._measure(num_microbatches)
         # Memory and messages do not drift and are measured only once.
         costs = with_measured_times(old.costs, new.costs, self._current.schedule(num_microbatches))

@@ -38,7 +38,7 @@ class Peers(Protocol):
     """Communicates with the other ranks that train the same model."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a pipeline's first rank, and return its result or raise its `Infeasible` on all ranks."""
+        """Run `action` on a pipeline's first rank; on all ranks, return the result or raise `action`'s `Infeasible`."""
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank whose measurements are fitted together."""

@@ -1,10 +1,10 @@
 """Detects a hung pipeline, and reports the current operation of each rank.
 
-A hung rank reports nothing, and its neighbours wait for messages of the hung rank. To detect a hung rank, each rank has
-a thread that regularly checks whether the rank has advanced to another operation. The first thread whose rank has not
-advanced within the timeout raises an alarm in the job's store. After an alarm, every rank writes its current operation
-to the store. The rank that raised the alarm reports the operations of all ranks, and then all ranks exit. Each check by
-a thread costs one small request to the store.
+A hung rank reports nothing, and its neighbours wait for messages from the hung rank. To detect a hung rank, each rank
+has a thread that regularly checks whether the rank has advanced to another operation. The first thread whose rank has
+not advanced within the timeout raises an alarm in the job's store. After an alarm, every rank writes its current
+operation to the store. The rank that raised the alarm reports the operations of all ranks, and then all ranks exit.
+Each check by a thread costs one small request to the store.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer passes the computation of its weight gradient to `put`. `flush`
-    queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk.
+    While a B runs inside the context `deferring()`, each layer passes the computation of its weight gradient to `put`.
+    `flush` queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk.
     `pop_by_parameter` runs several W, and computes the weight gradients of one parameter after the other. Outside of
-    `deferring()`, a layer computes its weight gradient within the backward.
+    the context `deferring()`, a layer computes its weight gradient within the backward.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
