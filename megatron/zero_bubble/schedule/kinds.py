@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value of a kind is its printed word; `KINDS` has the other properties."""
+    """The kind of an operation. The value of a kind is its name; `KINDS` has all other properties of the kind."""
 
     F = "F"
     """Forward of one microbatch through one stage."""

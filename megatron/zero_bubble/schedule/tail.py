@@ -50,7 +50,7 @@ def _turn(op: Op) -> tuple[int, int, int]:
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """(start, end): range of positions of the last weight gradients of a rank, after which only STEP may come."""
+    """(start, end): range of the positions of a rank's last weight gradients; only STEP may come after this range."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
     while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:
