@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 @dataclass(frozen=True)
 class Bubble:
-    """The idle time of one rank within the makespan, divided by cause; its unit is the costs' unit of time."""
+    """The idle time of one rank within the makespan, divided by cause and measured in the time unit of the costs."""
 
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
@@ -128,10 +128,10 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the critical path waits for the previous operation of the path, which either runs on the same rank
-    or produces an input of the waiting operation. If an operation's rank becomes free at the moment when the
-    operation's last input arrives, the critical path stays on the rank. The computation of the critical path ignores
-    the time for which an operation waits on an NCCL stream.
+    Each operation of the critical path waits for the previous operation of the path, either because both operations run
+    on the same rank, or because the previous operation makes an input of the waiting operation. If the last input of an
+    operation of the critical path arrives just when the rank becomes free, the path contains the previous operation of
+    the rank. The computation of the critical path ignores the time for which an operation waits on an NCCL stream.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.

@@ -198,7 +198,7 @@ class StageCosts:
         )
 
     def saving_as(self, other: StageCosts) -> StageCosts:
-        """Let BW save the same fraction of B plus W as in `other`, but no more than half of the time of W."""
+        """Return costs in which BW saves the same fraction of time as in `other`, but at most half of the time of W."""
         stages = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
         saved = ((w, (b + w) * saved / (old_b + old_w)) for b, w, old_b, old_w, saved in stages)
         return replace(self, saved_bw=tuple(min(w / 2, time) for w, time in saved))

@@ -46,7 +46,7 @@ def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -
             `memory_d` is zero on all stages.
         rate: memory that the host link copies per unit of time.
         stays: memory of a stage's input for one microbatch. The input of a stage is never copied to the host. By
-            default the memory of the input is the fraction `1 - DROPPED` of the memory of F.
+            default the memory of the input is the fraction `1 - DROPPED` of the memory that F allocates.
     """
     copied = costs.memory_d
     if not any(copied):

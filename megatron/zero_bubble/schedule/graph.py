@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The sources of the inputs of operations of `kind` in `stage`; the sources are the same for all microbatches."""
+    """The sources of all inputs of operations of the given kind and stage; all microbatches have the same sources."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(

@@ -118,7 +118,7 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Rank -> sum of the entries of `values` for the stages of the rank."""
+        """Rank -> sum of `values[stage]` over the stages of the rank."""
         return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
 
     def peer_of(self, rank: int, op: Op) -> int:

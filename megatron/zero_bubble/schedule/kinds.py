@@ -119,7 +119,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective of all ranks: a broadcast from one rank, or a sum that one rank gets.
+    """A collective of all ranks: a broadcast from one rank, or a reduction (sum) to one rank.
 
     Every rank runs an operation for the collective, and all ranks run collectives in the same order.
     """

@@ -42,7 +42,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     in a different order from the sends, some receives are posted even earlier, so that the receives have the order of
     the sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations
     before their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer,
-    `lower` also places the receives in another way, by which deadlocks are impossible (see `_between_makers`). Of all
+    `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes deadlocks. Of all
     tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware queue. A lowered
     schedule deadlocks only if the schedule deadlocks even without communication.
 
@@ -213,7 +213,7 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     next message waits for the receive. By induction, each channel has at most one incomplete message at the start of a
     computation if the computations run one at a time in the serial order. If a channel has an incomplete message at the
     start of a computation, this message is the last message that was posted on the channel. Therefore, when a
-    computation starts, no earlier launch of its rank still waits.
+    computation starts, no earlier launch of the same rank still waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
     the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is

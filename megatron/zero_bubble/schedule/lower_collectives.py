@@ -43,8 +43,8 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     rank joins a collective right before the rank's first computation that is planned to end after the planned start of
     the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
     flight delays its own next computation. If a rank joins a collective before its next computation, the computation
-    may start late; if the rank joins the collective after the computation, the collective may start late. The rank
-    chooses the shorter delay, and joins after the computation if both delays are equal.
+    may start late; if the rank joins the collective after the computation, the collective may start late. A rank joins
+    a collective before or after its next computation, whichever place causes the shorter delay.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
     one at a time, in the serial order `order`. Every rank joins a collective before the first operation that needs the

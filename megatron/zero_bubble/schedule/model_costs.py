@@ -104,7 +104,7 @@ class ModelCosts:
         return min(max(0.0, share) * (unit.time_b + unit.time_w), unit.time_w / 2)
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
-        """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
+        """The costs of the model if the embedding and the output layer are divided into equal shards on all ranks.
 
         S computes the forward and the input gradient of the output layer for the rows of a shard, and T computes the
         weight gradient of these rows. The activations of the output layer stay in memory until its weight gradient (T)

@@ -59,7 +59,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """Group the operations of a rank that run together: the two operations of a pair, and the last W of one chunk."""
+    """Group the operations that run together on a rank: the two operations of a pair, and the last W of one chunk."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:

@@ -187,7 +187,7 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
     Args:
         timeline: timeline to draw.
-        widest: upper limit, in pixels, of the width that is chosen for the labels; unused if `options` gives the width.
+        widest: upper limit, in pixels, of the drawing width chosen for the labels; unused if `options` gives the width.
         options: see `Options`.
     """
     drawing = Drawing(

@@ -87,7 +87,7 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether the first characters of the text name the format of a profile."""
+    """Whether `text` names the format of a profile in its first characters."""
     return _FORMAT in text[:200]
 
 

@@ -22,7 +22,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         num_microbatches: number of microbatches, at least 2p.
 
     Raises:
-        ScheduleError: `num_microbatches` is less than 2p.
+        ScheduleError: `num_microbatches` is less than twice `num_ranks`.
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
