@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 @dataclass(frozen=True)
 class Bubble:
-    """The idle time of one rank within the makespan, by cause, in the unit of the costs."""
+    """The idle time of one rank within the makespan, divided by cause and measured in the time unit of the costs."""
 
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
@@ -76,10 +76,11 @@ BUBBLE_WORDS = (
 
 
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
-    """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
+    """Return the columns of a table of the bubbles: cause of idle time -> idle time of every rank due to this cause.
 
-    Only schedules with post-validation have a column for validation. Only schedules with offload have a column for
-    copies to the host. Only simulations of hardware queues have a column for NCCL's streams.
+    The table has a column for validation only if the schedule has post-validation. The table has a column for copies to
+    the host only if the schedule offloads activations. The table has a column for NCCL's streams only if the timeline
+    was simulated with hardware queues.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -118,7 +119,7 @@ def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
-    """Time for which the send after `before` and the receive before `op` occupy the rank."""
+    """Time for which the send of the result of `before` and the receive of the input of `op` occupy `rank`."""
     placement, costs = timeline.schedule.placement, timeline.costs
     sending = message_time(placement, costs, rank, send_after(placement, rank, before))
     return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))
@@ -127,10 +128,10 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the critical path waits for the previous operation of the path, which either runs on the same rank
-    or produces an input of the waiting operation. If an operation's rank becomes free at the moment when the
-    operation's last input arrives, the critical path stays on the rank. The critical path ignores the time for
-    which an operation waits in a stream of NCCL.
+    Each operation of the critical path waits for the previous operation of the path, either because both operations run
+    on the same rank, or because the previous operation makes an input of the waiting operation. If the last input of an
+    operation of the critical path arrives just when the rank becomes free, the path contains the previous operation of
+    the rank. The computation of the critical path ignores the time for which an operation waits on an NCCL stream.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -245,7 +246,7 @@ def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
 
 
 def fused_saving(fused: float, b: float, w: float) -> float:
-    """The time that a fused backward saves compared with B and W, at most half of the time of W.
+    """The time by which BW is shorter than B and W together, but no more than half of the time of W.
 
     Args:
         fused: measured time of the fused backward BW; 0 if no BW was measured.

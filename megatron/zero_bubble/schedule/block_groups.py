@@ -13,12 +13,12 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
     In a stage with several groups of layers, either F keeps the activations of the last group, or F drops the
     activations of the last group and R recomputes them. B recomputes the activations of every group of layers except
-    the last group, right before the backward of the group. B also computes the weight gradients of all groups of layers
-    but the first, so that the activations of at most one group of layers are in memory at a time. D (offload) copies
-    only activations that F keeps.
+    the last group, each group right before its own backward. B also computes the weight gradients of all groups of
+    layers but the first, so that the activations of at most one group of layers are in memory at a time. D (offload)
+    copies only activations that F keeps.
 
     Args:
-        groups: stage -> number of groups of layers; empty for one group on every stage.
+        groups: stage -> number of groups of layers in the stage; an empty sequence stands for one group in every stage.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -45,8 +45,8 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """Convert costs that were measured with several groups of layers to the costs of stages with one group each.
 
-    For memory and for the times of copies, `with_memory_of_all_groups` is the inverse of the function `in_groups`. The
-    times of computations are the same in `costs` and in the result.
+    `with_memory_of_all_groups` reverses the changes that `in_groups` makes to memory and to the times of copies.
+    `with_memory_of_all_groups` does not change the times of computations.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -70,13 +70,13 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
 
 
 def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-    """Set the memory that is copied to and from the host to `size`; scale the times of the copies in proportion."""
+    """Make `size` the memory that a stage copies to and from the host; scale the times of the copies in proportion."""
     for name in COPY_COSTS if costs.memory_d[stage] else ():
         columns[name][stage] *= size / costs.memory_d[stage]
 
 
 def _parts(costs: StageCosts, stage: int, groups: int) -> tuple[float, float]:
-    """Return the fractions of a stage's blocks that are in the last group and in the first group of layers."""
+    """Return the fraction of a stage's blocks of layers in the last group, and the fraction in the first group."""
     blocks = costs.blocks(stage) or groups
     number = min(groups, blocks)
     return -(-blocks // number) / blocks, blocks // number / blocks

@@ -12,7 +12,7 @@ def paused_collector() -> Iterator[None]:
     """Pause Python's garbage collector during a `with` block or a decorated function.
 
     The operations of a long schedule are millions of tuples without reference cycles. The garbage collector would visit
-    all tuples of the schedule again and again, and double the time of lowering.
+    all tuples of the schedule again and again, so that `lower` would take twice as long.
     """
     was_enabled = gc.isenabled()
     gc.disable()

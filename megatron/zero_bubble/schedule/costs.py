@@ -38,11 +38,13 @@ class StageCosts:
     Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
     `memory_r`.
 
-    Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
-    of D and H occupy the host link of the rank, that is, the link between the device and the host.
+    Offload: D releases `memory_d` on the device after the copy to the host, and H allocates `memory_d` again before the
+    copy to the device. The copies of D and H occupy the host link of the rank, that is, the link between the device and
+    the host.
 
-    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the first stage of a rank has
-    the cost of the rank's shard, and all other stages have zeros.
+    With vocabulary parallelism, every rank has one vocabulary shard. In the fields for vocabulary shards, such as
+    `time_s`, the entry of a rank's first stage is the cost of the rank's shard, and the entries of the rank's other
+    stages are zeros.
     """
 
     time_f: tuple[float, ...]
@@ -141,7 +143,7 @@ class StageCosts:
         memory_w: float = -0.5,
         **others: float,
     ) -> StageCosts:
-        """Return equal costs for all stages; `others` has the values of further fields of `StageCosts`."""
+        """Return equal costs for all stages; `others` maps names of other fields of `StageCosts` to values."""
         times = {"time_f": time_f, "time_b": time_b, "time_w": time_w}
         memory = {"memory_f": memory_f, "memory_b": memory_b, "memory_w": memory_w}
         every = {name: (cost,) * num_stages for name, cost in {**times, **memory, **others}.items()}
@@ -163,16 +165,16 @@ class StageCosts:
         return self._by_kind("memory", "frees")
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
-        """Return the time of a pair, in which a forward computes while a backward exchanges tokens, and vice versa.
+        """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
 
         The time of a pair is the larger of two sums: the sum of the computation times of the forward and the backward,
         and the sum of their exchange times. At any time, a rank computes at most one operation, and exchanges the
         tokens of at most one operation.
 
         Args:
-            forward: stage of the forward.
-            backward_kind: kind of the backward, `PB` or `PBW`.
-            backward: stage of the backward.
+            forward: stage of the forward in the pair.
+            backward_kind: kind of the backward in the pair, `PB` or `PBW`.
+            backward: stage of the backward in the pair.
         """
         exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
         whole = self.time_f[forward] + self.times()[backward_kind][backward]
@@ -196,14 +198,14 @@ class StageCosts:
         )
 
     def saving_as(self, other: StageCosts) -> StageCosts:
-        """Return costs in which BW saves the same fraction of the time of B and W as in `other`, at most half of W."""
+        """Return costs in which BW saves the same fraction of time as in `other`, but at most half of the time of W."""
         stages = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
         saved = ((w, (b + w) * saved / (old_b + old_w)) for b, w, old_b, old_w, saved in stages)
         return replace(self, saved_bw=tuple(min(w / 2, time) for w, time in saved))
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:
-        """Costs in which W is shorter by the time that BW saves, for lower bounds that hold with and without BW."""
+        """Costs in which W is shorter by the time that BW saves; lower bounds from these costs also hold with BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
@@ -223,7 +225,7 @@ class StageCosts:
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
         """Return a copy of the costs with a vocabulary shard on every rank.
 
-        `shard` maps names of fields for vocabulary shards to the costs of one shard.
+        `shard` maps each field for vocabulary shards, such as `time_s`, to the cost of one shard.
         """
         others = (0,) * (placement.num_stages - placement.num_ranks)
         return replace(
@@ -248,12 +250,12 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """Return costs without vocabulary shards, in which the time of W includes the operations on the shards."""
+        """Return costs without vocabulary shards, in which the time of the operations on the shards is added to W."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def blocks(self, stage: int) -> int:
-        """Return the number of whole blocks of layers in a stage."""
+        """Return the number of blocks of layers in a stage, rounded down to a whole number."""
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
@@ -295,7 +297,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
-        """Kind of operation -> costs in the field `added` of its row of `KINDS`, minus the costs in `subtracted`."""
+        """Kind -> stage costs: fields named in the column `added` of `KINDS` minus fields named in `subtracted`."""
         costs = {}
         for kind, facts in KINDS.items():
             if facts.message is None:

@@ -26,10 +26,11 @@ def default_costs(
     """Costs with F = B = W = 1 on every stage, messages that take no time, and memory in M_B.
 
     Args:
-        placement: placement of the stages. One microbatch on all chunks of a rank takes 1 M_B of memory.
+        placement: placement of the stages. The activations of one microbatch on all chunks of a rank take 1 M_B of
+            memory.
         recompute: whether the schedule has R (recomputation). R takes as long as F.
         vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
-            on a shard.
+            on the vocabulary shard of a rank.
     """
     memory = 1 / placement.num_chunks
     restored = {} if recompute is Recompute.NONE else {"time_r": 1, "memory_r": DROPPED * memory}
@@ -41,11 +42,11 @@ def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -
     """Return `costs` with the times of copies to the host and back, computed from the rate of the host link.
 
     Args:
-        costs: costs of the stages. The memory that a copy moves (`memory_d`) is computed only if `memory_d` is zero on
-            all stages.
+        costs: costs of the stages. The size of a copy to the host (`memory_d`) is computed from `memory_f` only if
+            `memory_d` is zero on all stages.
         rate: memory that the host link copies per unit of time.
         stays: memory of a stage's input for one microbatch. The input of a stage is never copied to the host. By
-            default the memory of the input is the fraction `1 - DROPPED` of the memory of F.
+            default the memory of the input is the fraction `1 - DROPPED` of the memory that F allocates.
     """
     copied = costs.memory_d
     if not any(copied):

@@ -27,7 +27,7 @@ def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
 
 
 class Source(NamedTuple):
-    """One input of all operations of one kind in a stage, and the stage that makes the input."""
+    """An input that all operations of one kind in a stage need, and the stage that makes the input."""
 
     need: Need
     stage: int
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The sources of the inputs of operations of `kind` in `stage`; the sources are the same for all microbatches."""
+    """The sources of all inputs of operations of the given kind and stage; all microbatches have the same sources."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -86,9 +86,9 @@ _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The numbers of the stages at `place`; a place such as `STAGE_BEFORE` is relative to `stage`.
+    """The numbers of the stages that the value `place` denotes for an operation in `stage`.
 
-    If `place` is a rank, `_stages_at` returns the stage of chunk 0 of the rank.
+    If `place` denotes the first or the last rank, `_stages_at` returns the stage of chunk 0 of this rank.
     """
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
@@ -101,7 +101,7 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation of the kind `need.result` for `microbatch` in `stage`."""
+    """Whether the schedule has an operation of kind `need.result` with the given stage and microbatch."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
@@ -118,7 +118,7 @@ def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
 
 
 def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
-    """The send or receive of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
+    """The send or receive of the given kind for `op`; None if the neighbouring stage is missing or on the same rank."""
     if kind is None:
         return None
     neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour
@@ -173,7 +173,7 @@ def collective_time(costs: StageCosts) -> float:
 
 
 def is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
-    """Whether `op` of `rank` belongs to a stage at `place`."""
+    """Whether the operation `op` of `rank` belongs to a stage that the value `place` denotes."""
     stage = placement.stage_of(rank, op.chunk)
     return stage in _stages_at(placement, stage, place)
 
@@ -189,7 +189,7 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
 
 
 def per_kind(ops: Sequence[Op], make: Callable[[Op], T]) -> dict[tuple[OpKind, int], T]:
-    """(kind, chunk) of each operation of a rank -> `make(op)` for the operation `op` of microbatch 0."""
+    """(kind, chunk) of an operation in `ops` -> result of `make` for the same operation of microbatch 0."""
     return {(kind, chunk): make(Op(kind, 0, chunk)) for kind, chunk in set(map(itemgetter(0, 2), ops))}
 
 

@@ -53,7 +53,7 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """If a copy follows the operation `op`, queue the copy at the time `end`, when `op` ends."""
+        """If the operation `op` starts a copy, queue the copy at `end`, the end time of `op`."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
@@ -110,8 +110,8 @@ def without_copies(schedule: Schedule) -> Schedule:
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
     """Remove communication, and insert one offload (D) and one reload (H) in every stage, to measure the copies.
 
-    The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
-    backward. The recomputation (R) of the first microbatch is removed.
+    The activations of the first microbatch of a stage are copied to the host right after F, and are copied back to the
+    device right before the backward. The recomputation (R) of the first microbatch is removed.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:

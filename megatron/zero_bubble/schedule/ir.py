@@ -67,11 +67,11 @@ class Placement:
 
     Stages are numbered in model order, `0 .. num_stages - 1` with `num_stages = num_ranks * num_chunks`.
 
-    - `linear`: one chunk a rank; rank `r` has stage `r`.
+    - `linear`: one chunk on each rank; rank `r` has stage `r`.
     - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
     - `v`: like the placement `interleaved`, but the stages of odd chunks are assigned to the ranks in reverse order.
-      In a V, chunk 1 of rank `r` is stage `2 * num_ranks - 1 - r`. In a V with two chunks a rank, the first and the
-      last stage are on rank 0.
+      In a V, chunk 1 of rank `r` is stage `2 * num_ranks - 1 - r`. In a V with two chunks per rank, the first stage
+      and the last stage are on rank 0.
     """
 
     kind: PlacementKind
@@ -118,7 +118,7 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Rank -> sum of the entries of `values` for the stages of the rank."""
+        """Rank -> sum of `values[stage]` over the stages of the rank."""
         return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
 
     def peer_of(self, rank: int, op: Op) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value of a kind is its printed word; `KINDS` has the other properties."""
+    """The kind of an operation. The value of a kind is its name; `KINDS` has all other properties of the kind."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
@@ -119,7 +119,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective of all ranks: a broadcast from one rank, or a sum that one rank gets.
+    """A collective of all ranks: a broadcast from one rank, or a reduction (sum) to one rank.
 
     Every rank runs an operation for the collective, and all ranks run collectives in the same order.
     """

@@ -29,12 +29,12 @@ class Stream:
         """Number of a message -> latest start of a send, receive or collective of the message."""
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """Start a message on one of its ranks; return whether the message has started on all of its ranks.
+        """Start one rank's part of a message; return whether all ranks of the message have started their parts.
 
         Args:
             index: number of the message on the stream.
-            start: time at which the message starts on the rank.
-            time: duration of the message after the message has started on all of its ranks.
+            start: time at which the rank starts its part of the message.
+            time: duration of the message after all of its ranks have started their parts.
         """
         if index == len(self._num_started):
             self._num_started.append(1)
@@ -74,7 +74,7 @@ class End:
 
 
 class StreamLaunch(NamedTuple):
-    """Properties that all launches of one kind of operation and one chunk share."""
+    """Properties that are the same for all launches of one kind of operation and one chunk."""
 
     time: float
     """Duration of the computation or of the message."""
@@ -103,7 +103,7 @@ class Host:
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
-        """Return the common properties of the launches of operations of one kind and chunk."""
+        """Return the properties that are the same for all launches of the given kind of operation and chunk."""
         op = Op(kind, 0, chunk)
         if kind is OpKind.VALIDATE:
             before = {validate.microbatch: validate.microbatch - 1 for validate in self.ops if validate.kind is kind}

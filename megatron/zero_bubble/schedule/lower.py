@@ -38,13 +38,13 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
     `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer. If the messages of a channel are consumed in
-    another order than they are sent, some receives are posted even earlier, so that receives have the order of the
-    sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations before
-    their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer, `lower`
-    also tries other places of receives, which exclude deadlocks (see `_between_makers`). `lower` returns the tried
-    schedule with the shortest makespan on GPUs with one hardware queue. A lowered schedule deadlocks only if the
-    schedule deadlocks even without communication.
+    A receive is posted `receive_ahead` computations before its consumer. If the consumers of a channel's messages run
+    in a different order from the sends, some receives are posted even earlier, so that the receives have the order of
+    the sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations
+    before their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer,
+    `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes deadlocks. Of all
+    tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware queue. A lowered
+    schedule deadlocks only if the schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -146,7 +146,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 
 
 def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> tuple[Op, int, Op, float] | None:
-    """(send, destination rank, receive, time) of the result of `op` on `source`; None if no other rank needs it."""
+    """(send, destination rank, receive, time) of the message that `source` sends after `op`, or None."""
     send = send_after(placement, source, op)
     if send is None:
         return None
@@ -159,7 +159,7 @@ def _with_communication(
     places: Sequence[Sequence[_Place]],
     collectives: Sequence[PlacedCollective],
 ) -> Schedule:
-    """Insert sends right after the operations that make their tensors, receives at `places`, and `collectives`."""
+    """Insert sends right after the operations that make their tensors, and receives and collectives at their places."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
     """Rank -> operations to insert: (position of the computation before which to insert, sort keys, operation)."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
@@ -185,7 +185,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> number of the computation that makes the previous message of the channel; -1 for the first message."""
+    """Message -> serial number of the computation for the channel's previous message; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -193,8 +193,8 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
     """Place each receive `receive_ahead` computations before its consumer.
 
     If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
-    messages of the channel are consumed in another order than they are sent, some receives are posted even earlier, so
-    that receives have the order of the sends.
+    consumers of the channel's messages run in a different order from the sends, some receives are posted even earlier,
+    so that the receives have the order of the sends.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []
@@ -207,12 +207,13 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
 def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place the receives of a channel so that ranks cannot deadlock, however long the operations take.
 
-    As proof, consider a run of all computations, one at a time, in `order`. A receive is posted after the computation
-    that makes the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is
-    posted before the computation that makes the next message of its channel, because the send of the next message waits
-    for the receive. If computations run one at a time in `order`, induction shows that each channel has at most one
-    incomplete message at the start of a computation. The incomplete message of a channel is the last posted message of
-    the channel. When a computation starts, no earlier launch still waits.
+    As proof, consider a run of all computations, one at a time, in the serial order `order`. A receive is posted after
+    the computation that makes the previous message of its channel, so that the receive blocks no launch of its own
+    rank. A receive is posted before the computation that makes the next message of its channel, because the send of the
+    next message waits for the receive. By induction, each channel has at most one incomplete message at the start of a
+    computation if the computations run one at a time in the serial order. If a channel has an incomplete message at the
+    start of a computation, this message is the last message that was posted on the channel. Therefore, when a
+    computation starts, no earlier launch of the same rank still waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
     the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is

@@ -37,20 +37,21 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    Collectives are sorted by the position of their last contributing operation in `order`.
+    Collectives are sorted by the places of their last contributing operations in the serial order `order`.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before the rank's first computation that is planned to end after the planned start of
     the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
-    flight delays its own next computation. A rank joins a collective after its next computation if the delay of the
-    collective is then at most as long as the delay of the computation would otherwise be.
+    flight delays its own next computation. If a rank joins a collective before its next computation, the computation
+    may start late; if the rank joins the collective after the computation, the collective may start late. A rank joins
+    a collective before or after its next computation, whichever place causes the shorter delay.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
-    one at a time, in `order`. Every rank joins a collective before the first operation that needs the result of this
-    collective or of a later collective. No rank joins a collective before all ranks have joined the previous
-    collective. Because all ranks join collectives early enough and in the same order, the inputs of a computation and
-    of all earlier launches are complete when the computation starts. Either all ranks join a collective before
-    VALIDATE, or all ranks join the collective after VALIDATE.
+    one at a time, in the serial order `order`. Every rank joins a collective before the first operation that needs the
+    result of this collective or of a later collective. No rank joins a collective before all ranks have joined the
+    previous collective. Because all ranks join collectives early enough and in the same order, the inputs of a
+    computation and of all earlier launches are complete when the computation starts. Either all ranks join a collective
+    before VALIDATE, or all ranks join the collective after VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -114,7 +115,7 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
-    """Position of the computation before which a rank joins a collective, for the smallest loss of time.
+    """Position of the computation before which a rank should join a collective to keep the delay short.
 
     The position of the computation depends only on planned times, and not on the dependencies of the collective.
 
@@ -133,7 +134,7 @@ def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, co
 
 
 class _Collective(NamedTuple):
-    """A collective, with limits for its position among the operations of each rank."""
+    """A collective, and the range of its allowed positions among the operations of each rank."""
 
     op: Op
     last_maker: int

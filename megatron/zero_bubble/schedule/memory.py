@@ -19,7 +19,7 @@ _ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items(
 def memory_held(
     schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float] = ()
 ) -> Iterator[tuple[Op, float, float]]:
-    """Yield every compute operation of `rank` with the memory during and the memory after the operation.
+    """Yield every compute operation of `rank`, the memory during the operation, and the memory after the operation.
 
     An operation allocates memory at its start, and releases memory at its end.
 
@@ -27,7 +27,7 @@ def memory_held(
         schedule: schedule with or without communication.
         costs: costs of the stages; the yielded memory has the unit of the costs.
         rank: rank whose memory is computed.
-        lengths: microbatch -> factor of the costs, as in `simulate`.
+        lengths: microbatch -> factor by which the costs are multiplied, as in `simulate`.
     """
     memory: float = 0
     schedule = schedule.without_communication()
@@ -40,7 +40,7 @@ def memory_held(
 def _changes(
     schedule: Schedule, rank: int, by_kind: Mapping[OpKind, Sequence[float]], lengths: Sequence[float]
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`; `by_kind` maps kind and stage to a change of memory."""
+    """The change of memory by each operation of `rank`; `by_kind` maps a kind of operation to changes on all stages."""
     ops, stages = schedule.ops[rank], schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))

@@ -89,22 +89,22 @@ class ModelCosts:
         return self.embedding, *self.layers, self.output
 
     def with_units(self, units: Iterable[UnitCosts]) -> ModelCosts:
-        """Replace the costs of the embedding, every layer, and the output; `units` has them in model order."""
+        """Replace the costs of the embedding, every layer, and the output by `units`, the new costs in model order."""
         embedding, *layers, output = units
         return replace(self, embedding=embedding, layers=tuple(layers), output=output)
 
     @property
     def with_cheapest_weight_gradients(self) -> ModelCosts:
-        """Costs in which W is shorter by the time that a fused backward saves, for lower bounds of any schedule."""
+        """Costs in which W is shorter by the time that BW saves; lower bounds from these costs also hold with BW."""
         return self.with_units(replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit)) for unit in self.units)
 
     def saved_by_fusing(self, unit: UnitCosts) -> float:
-        """Time that a fused backward of a unit saves, at most half of the time of W."""
+        """Time by which BW of a unit is shorter than B and W together, but no more than half of the time of W."""
         share = 1 - (self.fused_backward or 1)
         return min(max(0.0, share) * (unit.time_b + unit.time_w), unit.time_w / 2)
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
-        """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
+        """The costs of the model if the embedding and the output layer are divided into equal shards on all ranks.
 
         S computes the forward and the input gradient of the output layer for the rows of a shard, and T computes the
         weight gradient of these rows. The activations of the output layer stay in memory until its weight gradient (T)
@@ -141,9 +141,8 @@ class ModelCosts:
     def computing(self) -> ModelCosts:
         """The costs without the time of token exchanges between experts.
 
-        A pair, which runs a forward and a backward as one operation, may hide the whole time of token exchanges. A
-        lower bound of the iteration time that is computed without the time of token exchanges also holds for plans with
-        pairs.
+        A pair, which runs a forward and a backward as one operation, may hide the whole time of token exchanges. If the
+        time of token exchanges is left out, a lower bound of the iteration time also holds for plans with pairs.
         """
         return self.with_units(unit.computing for unit in self.units)
 
@@ -206,7 +205,7 @@ class ModelCosts:
         return tuple(self.shard_state + own for own in placement.sums(stages))
 
     def _units(self, partition: Sequence[int]) -> Iterator[list[UnitCosts]]:
-        """Yield the units of each stage."""
+        """Yield the units (embedding, layers, output) of each stage."""
         ends = list(accumulate(partition, initial=0))
         for stage, (start, end) in enumerate(pairwise(ends)):
             first, last = stage == 0, stage == len(partition) - 1

@@ -99,8 +99,8 @@ def apart(schedule: Schedule) -> Schedule:
 def half_apart(schedule: Schedule) -> Schedule:
     """Split every second pair of a schedule into its two operations, and remove communication.
 
-    Every second pair is counted for each combination of the forward's chunk and the backward's chunk. A training step
-    with the returned schedule measures pairs, and also single forwards and backwards of every chunk.
+    Of the pairs with the same chunk of the forward and the same chunk of the backward, every second pair is split. A
+    training step with the returned schedule measures pairs, and also single forwards and backwards of every chunk.
     """
     schedule = schedule.without_communication()
     separated: list[set[Op]] = [set() for _ in schedule.ops]
@@ -125,7 +125,7 @@ _SPLIT = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
 
 
 def _changed(schedule: Schedule, chosen: Sequence[Set[Op]], kinds: Mapping[OpKind, OpKind]) -> Schedule:
-    """Change the kind of each chosen operation (rank -> operations) to `kinds[kind]`."""
+    """On every rank, replace the kind `k` of each operation in `chosen[rank]` by `kinds[k]`."""
     ops = tuple(
         tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
         for lane, here in zip(schedule.ops, chosen, strict=True)

@@ -31,7 +31,7 @@ def recomputes_blocks(settings: Any) -> bool:
     With fp8 or fp4, Transformer Engine recomputes inside of its backward, so that R cannot be a separate operation.
 
     Args:
-        settings: flags of a job, or megatron-core's config. Older versions of the config have no `fp4`.
+        settings: flags of a job, or megatron-core's config. Older versions of megatron-core's config have no `fp4`.
     """
     return settings.recompute_granularity == "full" and not settings.fp8 and not getattr(settings, "fp4", None)
 

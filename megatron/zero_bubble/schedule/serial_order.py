@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
-    """Unit costs: F, B, W, E, EW, S and T take 1 each, BW takes 2; messages and other operations take no time."""
+    """Unit costs: F, B, W, E, EW, S and T take one time unit, BW two; messages and other operations take no time."""
     return StageCosts.uniform(num_stages, **dict.fromkeys(SHARD_TIMES, 1))
 
 

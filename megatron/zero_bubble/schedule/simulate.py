@@ -48,7 +48,7 @@ def simulate(
             simulated on NCCL's streams. On NCCL's streams, a message also waits until its receive is posted and the
             previous message of its channel is complete. With one hardware queue a computation also waits for all
             earlier launches of its rank. By default NCCL's streams are not simulated.
-        lengths: microbatch -> factor of the times and the memory of `costs`; by default 1 for every microbatch.
+        lengths: microbatch -> factor by which the times and the memory of `costs` are multiplied; by default 1.
 
     Returns:
         The timeline, in the units of the costs.
@@ -162,7 +162,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index in the list of end times -> 1 if the result is optional and the schedule makes the result, else 0."""
+        """Index of an end time -> 1 if the end time is for an optional result that the schedule makes, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):

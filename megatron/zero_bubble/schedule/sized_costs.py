@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 
 
 class MicrobatchSize(NamedTuple):
-    """Size of a microbatch, which determines the costs of its operations."""
+    """The size of a microbatch; the costs of the microbatch's operations depend on this size."""
 
     tokens: int
     """Number of tokens of all sequences, including padding."""
@@ -40,9 +40,10 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a microbatch of the usual size; a cost without a curve is the same for every size.
-        curves: name of a field of `StageCosts` -> curve of every stage.
-        inside: stage -> curve of the largest temporary memory of an operation; empty if no memory was measured.
+        usual: costs of a microbatch of the usual size; a cost without an entry in `curves` is the same for every size.
+        curves: name of a field of `StageCosts` -> for every stage, the cost as a function of the size of a microbatch.
+        inside: stage -> largest temporary memory of an operation as a function of the size of a microbatch; empty if no
+            memory was measured.
     """
 
     usual: StageCosts

@@ -4,7 +4,8 @@ Clipping by the global norm and the check for Inf and NaN need the gradients of 
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
 first backward of the next iteration, a rank receives the norm of all gradients and learns whether all gradients are
 finite. In VALIDATE, a rank confirms or amends its optimizer step, depending on the norm of all gradients and on whether
-all gradients are finite. If a rank amends its optimizer step, the rank runs the forwards before VALIDATE again.
+all gradients are finite. If a rank amends its optimizer step, the rank repeats the forwards that it ran before
+VALIDATE.
 """
 
 from __future__ import annotations
@@ -100,14 +101,14 @@ def iteration_time(
 
 
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
-    """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
+    """Insert STEP at the end and VALIDATE among the warmup forwards of every rank, and remove communication.
 
-    VALIDATE is planned for the time at which the norm of the previous iteration's gradients arrives, plus the time of
-    the longest forward. Because VALIDATE is planned one forward later than necessary, a slightly late rank does not
-    delay the other ranks. Only the few forwards before VALIDATE are run again if the validation fails. VALIDATE comes
-    before the first B, BW and W of the rank, even if the rank then has to wait for the norm of all gradients. If a rank
-    makes the input of a forward after its own VALIDATE, the forward also comes after the VALIDATE of the rank that runs
-    the forward.
+    The planned start of VALIDATE is the arrival time of the norm of the previous iteration's gradients, plus the time
+    of the longest forward. Because VALIDATE is planned to start one forward later than necessary, a slightly late rank
+    does not delay the other ranks. Only the few forwards before VALIDATE are run again if the validation fails.
+    VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the norm of all
+    gradients. If a rank makes a tensor after VALIDATE, the forward that uses the tensor also comes after VALIDATE on
+    its own rank.
 
     Args:
         schedule: schedule of one iteration.
@@ -134,9 +135,9 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> number of forwards before VALIDATE, at most the number in `counts`.
+    """Rank -> number of forwards that can come before VALIDATE, at most `counts[rank]`.
 
-    Every input of a forward before VALIDATE is made before the VALIDATE of the rank that makes the input.
+    A forward can come before VALIDATE only if every input of the forward is made before VALIDATE, too.
     """
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
@@ -156,23 +157,23 @@ def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank`, with communication, that come before VALIDATE and run again if the validation fails."""
+    """The operations of `rank` before VALIDATE, with communication; they run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
 
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The receives of messages that are sent before the sender's VALIDATE, but received after the VALIDATE of `rank`.
+    """The receives that `rank` posts after its VALIDATE, for messages that are sent before the sender's VALIDATE.
 
-    If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of each channel
-    are in the order in which the messages are sent.
+    If the validation fails, a message that was sent before VALIDATE carried a wrong tensor. The receives of each
+    channel are in the order in which the messages are sent.
     """
     received = set(before_validation(schedule, rank))
     return tuple(receive for receive in _sent_before_validation(schedule, rank) if receive not in received)
 
 
 def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
-    """Yield the receives of messages to `rank` that other ranks send before their VALIDATE, in order of sending."""
+    """Yield the receives on `rank` for messages that other ranks send before their VALIDATE, in the order of sends."""
     for source in range(schedule.num_ranks):
         for op in before_validation(schedule, source):
             if op.kind in SENDS:
@@ -191,7 +192,7 @@ def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
     Every rank has one STEP, which is its last operation, and one VALIDATE. All computations before VALIDATE can be run
-    again, and other ranks make their inputs before their own VALIDATE. A message that is received before VALIDATE is
+    again, and all inputs of these computations are made before VALIDATE. A message that is received before VALIDATE is
     also sent before VALIDATE. A collective comes before VALIDATE either on all ranks or on no rank.
 
     Raises:

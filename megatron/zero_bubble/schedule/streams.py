@@ -3,8 +3,9 @@
 Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under two
 conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the previous
 message of its channel is complete. A message starts when both its send and its receive have started, and is complete
-one message time later. The computation that uses the message waits until the message is complete. A collective of
-vocabulary shards is simulated as a message in which every rank takes part; all collectives share one stream.
+when its transfer time has passed. The computation that uses the message waits until the message is complete. A
+collective of vocabulary shards is simulated as a message in which every rank takes part; all collectives share one
+stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order. With one queue, a launch that waits for earlier work of its
@@ -126,7 +127,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until a launch has to wait; add ranks whose awaited message becomes complete to `runnable`."""
+        """Run launches until one has to wait; add to `runnable` the ranks whose awaited message becomes complete."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):

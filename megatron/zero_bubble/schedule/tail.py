@@ -50,7 +50,7 @@ def _turn(op: Op) -> tuple[int, int, int]:
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """(start, end): range of positions of the last weight gradients of a rank, after which only STEP may come."""
+    """(start, end): range of the positions of a rank's last weight gradients; only STEP may come after this range."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
     while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:
@@ -59,7 +59,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """Group the operations of a rank that run together: the two operations of a pair, and the last W of one chunk."""
+    """Group the operations that run together on a rank: the two operations of a pair, and the last W of one chunk."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:

@@ -83,7 +83,7 @@ class Idle:
 
 
 def num_ahead(lane: Sequence[TimedOp]) -> int:
-    """The number of a rank's first operations that run ahead of the first forward, such as embeddings."""
+    """The number of operations, such as embeddings, that a rank runs before its first forward."""
     return next((k for k, timed in enumerate(lane) if not KINDS[timed.op.kind].runs_ahead), max(0, len(lane) - 1))
 
 
@@ -182,8 +182,8 @@ class Timeline:
 
         With equal stages and m microbatches, the bubble rate is (cost - m (T_F + T_B + T_W)) / cost, where cost is the
         longest span of a rank (Qi et al. 2024). With unequal stages, the bubble rate measures the schedule and not the
-        partition, because in every schedule the longest span is at least the work of the busiest rank. `idle` contains
-        the bubble rate and the imbalance of the partition.
+        partition, because in every schedule the longest span is at least the work of the busiest rank. `Timeline.idle`
+        contains the bubble rate and the imbalance of the partition.
         """
         return self.idle.bubble
 
@@ -193,7 +193,7 @@ class Timeline:
         return peak_memory(self.schedule, self.costs, self.lengths)
 
     def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
-        """Yield every operation of `rank` with the memory during and the memory after the operation."""
+        """Yield every operation of `rank`, the memory during the operation, and the memory after the operation."""
         return memory_held(self.schedule, self.costs, rank, self.lengths)
 
     @cached_property

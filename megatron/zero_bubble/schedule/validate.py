@@ -114,10 +114,10 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Number of microbatches in a row of `_rows`.
+    """The number of microbatches, from the first on, for which `_rows` records positions.
 
-    On a rank with n operations, n + 1 microbatches suffice to find a missing operation, because at least one of n + 1
-    microbatches has no operation.
+    On a rank with n operations, a missing operation can be found among n + 1 microbatches, because at least one of
+    these microbatches has no operation.
     """
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
@@ -206,7 +206,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """Merge rows of positions, in which -1 means "none": for each microbatch, take the first row with a position."""
+    """Merge lists of positions: for each microbatch, take the first position that is not -1, which means "none"."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]

@@ -103,7 +103,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind of operation -> font size in which nine of ten labels fit; kinds with too small a font are left out."""
+        """Kind of operation -> font size at which 90% of its labels fit; kinds without a readable size are left out."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -138,7 +138,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """Width at which nine of ten labels fit in the largest font; labels of short operations do not count."""
+        """Drawing width at which 90% of the labels fit in the largest font; labels of short operations are ignored."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)
@@ -187,7 +187,7 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
     Args:
         timeline: timeline to draw.
-        widest: largest width of the drawing in pixels if `options` has no width.
+        widest: upper limit, in pixels, of the drawing width chosen for the labels; unused if `options` gives the width.
         options: see `Options`.
     """
     drawing = Drawing(

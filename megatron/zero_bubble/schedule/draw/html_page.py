@@ -92,7 +92,7 @@ def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
 
 
 def _rank_rows(picture: Drawing) -> str:
-    """The HTML table with span, work, bubble by cause and peak memory of every rank."""
+    """The HTML table of the ranks, with columns for the span, the work, the idle time by cause, and the peak memory."""
     timeline = picture.timeline
     idle = causes(timeline)
     heads = ["rank", "span", "work", *idle]

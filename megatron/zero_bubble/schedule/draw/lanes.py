@@ -51,7 +51,7 @@ def lanes(drawing: Drawing) -> Iterator[str]:
 
 
 def style(drawing: Drawing) -> str:
-    """CSS that shows and hides the elements of `lanes` while the pointer is over an operation."""
+    """CSS that shows and hides the SVG elements from the function `lanes` while the pointer is over an operation."""
     microbatches = range(drawing.timeline.schedule.num_microbatches)
     shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
     return (
@@ -62,7 +62,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the row of a rank: background, name, and idle time in percent with a tooltip of the causes."""
+    """Yield the background, name and idle percentage of a rank's row; a tooltip lists the causes of idle time."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -81,8 +81,7 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, SVG element) for every operation in a rank's row, except copies and operations that `_marks`
-    draws."""
+    """Yield (microbatch, SVG element) for each operation in a rank's row, except D, H and marks (see `_marks`)."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     memory = timeline.memory_held(rank)

@@ -12,7 +12,7 @@ _RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
 
 
 def mix(first: str, second: str, share: float) -> str:
-    """Mix two colours of the form #rrggbb; `share` is the fraction of `second`, from 0 to 1."""
+    """Mix two colours of the form #rrggbb; `share`, from 0 to 1, is the weight of the colour `second`."""
     channels = zip(_rgb(first), _rgb(second), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 

@@ -51,7 +51,7 @@ def _header(picture: Drawing) -> Iterator[str]:
 
 
 def _figures(picture: Drawing) -> str:
-    """The line of text below the title of a drawing, with the main figures of the timeline."""
+    """The text below the title of a drawing: number of ranks and of microbatches, idle time, span, and peak memory."""
     timeline, unit = picture.timeline, picture.time_unit
     iterations = f", {picture.steps} iterations" if picture.steps > 1 else ""
     words = f"{picture.num_lanes} ranks, {picture.num_microbatches} microbatches{iterations}: "
@@ -64,7 +64,7 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield the vertical grid lines of the curves below the rows of ranks, each with its time."""
+    """Yield the vertical grid lines of the curves below the rows of ranks, and a label with the time of each line."""
     bottom = picture.curve_top(picture.has_memory) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
@@ -83,7 +83,7 @@ def _curve_frame(picture: Drawing, k: int, name: str, largest: float) -> Iterato
 
 
 def _points(picture: Drawing, k: int, steps: Steps, largest: float) -> list[tuple[float, float]]:
-    """The corners of a step function, in pixels."""
+    """The coordinates, in pixels, of the corners in the plot of a step function."""
     points: list[tuple[float, float]] = []
     for time, value in steps:
         x = picture.x(max(time, picture.start))

@@ -59,7 +59,7 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
 
 def costs_from_text(text: str) -> StageCosts:
-    """Read the costs of stages from JSON, which has either only costs or a profile with costs.
+    """Read the costs of stages from the JSON of `costs_to_json` or of `profile_to_json`.
 
     Raises:
         ScheduleError: the text is neither costs nor a profile in JSON.

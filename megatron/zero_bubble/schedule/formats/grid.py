@@ -25,7 +25,7 @@ _GROUPS = "groups"
 
 
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
-    """Return the cells of every rank, and the columns of operations that take no time.
+    """Return the cells of every rank, and the indices of the columns for operations that take no time.
 
     A cell names the operation that starts in the time slot, is `-` if an earlier operation continues, and is empty
     otherwise.
@@ -67,7 +67,7 @@ def schedule_to_grid(schedule: Schedule) -> str:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """Write a schedule as CSV: two lines with name, placement and sizes, then the grid.
+    """Write a schedule as CSV: two lines with the schedule's name, placement and number of microbatches, then the grid.
 
     Raises:
         Deadlock: some ranks wait for each other for ever.

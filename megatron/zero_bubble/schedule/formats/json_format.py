@@ -10,7 +10,8 @@
 A schedule whose stages recompute activations in groups of layers also has `groups`, the number of groups of each stage.
 Costs may have the optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`,
 `memory_outside`), offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`,
-`memory_t`). The readers refuse JSON with another format, a later version, an unknown key or a missing key.
+`memory_t`). `schedule_from_json` and `costs_from_json` refuse JSON with another `format`, a later `version`, an unknown
+key or a missing key.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_DIGITS = 60
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """Write a schedule, lowered or not, as JSON with one line for each rank."""
+    """Write a schedule, with or without communication, as JSON with one line for each rank."""
     document = {
         "format": _SCHEDULE,
         "version": VERSION,
@@ -101,7 +102,7 @@ def costs_from_json(text: str) -> StageCosts:
 
 
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Parse JSON of the format `wanted` with all `keys` and any of `optional`; raise `ScheduleError` for other text."""
+    """Parse JSON of the format `wanted`, which must have all keys in `keys` and may have the keys in `optional`."""
     document = parsed(text, wanted)
     given = set(document) - {"format", "version"} - optional
     if given != keys:
@@ -131,7 +132,7 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
 
 
 def short_integer(digits: str) -> int:
-    """Parse an integer in JSON; `json.loads` gets this function as `parse_int`.
+    """Parse an integer in JSON; `json.loads` calls `short_integer` for every integer.
 
     Args:
         digits: the integer in decimal digits, with a sign if it is negative.

@@ -72,7 +72,7 @@ class Profile:
 
 
 def profile_to_json(profile: Profile) -> str:
-    """Write a profile as a JSON object, whose `costs` have the form of `costs_to_json`."""
+    """Write a profile as a JSON object, in which the value of `costs` has the format of `costs_to_json`."""
     document = {
         "format": _FORMAT,
         "version": VERSION,
@@ -87,7 +87,7 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether the first characters of the text name the format of a profile."""
+    """Whether `text` names the format of a profile in its first characters."""
     return _FORMAT in text[:200]
 
 

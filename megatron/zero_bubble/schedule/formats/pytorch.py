@@ -35,7 +35,8 @@ class _Action(NamedTuple):
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     """Write a schedule as CSV for PyTorch's `_load_csv`.
 
-    PyTorch reads the CSV of a lowered schedule as "compute_comms", and the CSV of other schedules as "compute_only".
+    PyTorch reads the CSV of a schedule with communication as "compute_comms", and the CSV of a schedule without
+    communication as "compute_only".
 
     Raises:
         ScheduleError: PyTorch's CSV cannot represent an operation of the schedule, such as STEP, or the schedule's

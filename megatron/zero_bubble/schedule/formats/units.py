@@ -1,4 +1,4 @@
-"""JSON with the costs of a model's embedding, layers and output; jobs write this JSON, `zero-bubble plan` reads it."""
+"""The costs of a model's embedding, layers and output as JSON, which jobs write and `zero-bubble plan` reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST = 1e20
 
 
 def units_to_json(model: ModelCosts) -> str:
-    """Write the costs of the units of a model as the JSON object that `units_from_json` describes."""
+    """Write the costs of a model's embedding, layers and output as the JSON object that `units_from_json` describes."""
     units = {"embedding": asdict(model.embedding), "layers": list(map(asdict, model.layers))}
     others = {"output": asdict(model.output), "time_comm": model.time_comm, "ties_output": model.ties_output}
     others |= {name: getattr(model, name) for name in _MEASURED if getattr(model, name)}
@@ -28,17 +28,17 @@ def units_to_json(model: ModelCosts) -> str:
 
 
 def units_from_json(text: str) -> ModelCosts:
-    """Read the costs of the units of a model from a JSON object.
+    """Read the costs of a model's embedding, layers and output from a JSON object.
 
-    The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. A unit U has
-    `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All times
-    are in the same unit, and so are all amounts of memory. An amount of memory is a change: F allocates `memory_f`, and
-    `memory_b` and `memory_w` are negative if B and W release memory. `all_to_all_f` and `all_to_all_b` are parts of
-    `time_f` and `time_b`.
+    The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. An entry U
+    has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
+    times have the same unit, and all amounts of memory have the same unit. An amount of memory is a change: F allocates
+    `memory_f`, and `memory_b` and `memory_w` are negative if B and W release memory. `all_to_all_f` is a part of
+    `time_f`, and `all_to_all_b` is a part of `time_b`.
 
     Raises:
-        ScheduleError: the text is not a JSON object with the costs of the units of a model. The error message names the
-            first wrong entry.
+        ScheduleError: the text is not a JSON object with the costs of a model's embedding, layers and output. The error
+            message names the first wrong entry.
     """
     try:
         document = json.loads(text, parse_int=short_integer)

@@ -1,4 +1,4 @@
-"""DualPipeV: two chunks a rank in a V-shaped placement, with pairs of a forward and a backward (`schedule.pairs`)."""
+"""DualPipeV: two chunks per rank in a V-shaped placement, and pairs of a forward and a backward (`schedule.pairs`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         num_microbatches: number of microbatches, at least 2p.
 
     Raises:
-        ScheduleError: there are fewer than two microbatches for every rank.
+        ScheduleError: `num_microbatches` is less than twice `num_ranks`.
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
@@ -34,7 +34,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 class _Lane:
-    """Builds the operations of one rank, one phase of DualPipeV after another."""
+    """Builds the operations of one rank in the order of the phases of DualPipeV."""
 
     def __init__(self, num_ranks: int, num_microbatches: int, rank: int) -> None:
         before, after = rank + 1, num_ranks - 1 - rank

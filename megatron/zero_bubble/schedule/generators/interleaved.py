@@ -17,14 +17,14 @@ def interleaved_1f1b(
 
     Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
     starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
-    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory is (1 + (p-1)/(pv)) p M_B. The
-    symbols F, B, W and M_B stand for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.
+    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory is (1 + (p-1)/(pv)) p M_B. In
+    the formulas for the bubble and the peak memory, F, B, W and M_B are the times and the memory of all chunks of a
+    rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
 
     Args:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches m.
-        num_chunks: number of model chunks a rank, v.
+        num_chunks: number of model chunks of each rank, v.
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
@@ -46,7 +46,7 @@ def interleaved_pairs(
     Args:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches, a multiple of the group size.
-        num_chunks: number of model chunks a rank, at least 2.
+        num_chunks: number of model chunks of each rank, at least 2.
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
@@ -74,7 +74,7 @@ def interleaved_zb(
     Args:
         num_ranks: number of ranks p.
         num_microbatches: number of microbatches m.
-        num_chunks: number of model chunks a rank, v.
+        num_chunks: number of model chunks of each rank, v.
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""1F1B, also called PipeDream-flush, which Megatron runs with one chunk a rank."""
+"""1F1B, also called PipeDream-flush, which Megatron runs if every rank has one model chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def with_warmups(name: str, num_microbatches: int, warmups: Iterable[int]) -> Schedule:
-    """Return a schedule with one chunk a rank, in which rank r runs `warmups[r]` F, then one F and one BW in turn."""
+    """Return a schedule with one chunk on each rank; rank r runs `warmups[r]` F, then one F and one BW in turn."""
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
     ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
