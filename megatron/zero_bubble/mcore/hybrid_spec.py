@@ -47,7 +47,8 @@ _SPARSE = "dsa_layer"
 
 
 def local_layers() -> dict[str, str]:
-    """Return the local layers of the installed megatron-core: symbol in a layer pattern -> name in words."""
+    """Map the symbol in a layer pattern to the layer's name, for all local layers that the installed megatron-core
+    has."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 
