@@ -91,8 +91,7 @@ def _run_block(
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """Runs a block's forward without keeping activations; R or B recomputes the activations for the block's
-    backward."""
+    """Runs a block's forward without keeping activations; R or B recomputes them for the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:

@@ -5,9 +5,9 @@ job with Transformer Engine, the memory and operations of megatron-core's local 
 of Transformer Engine 2.x keep the same tensors as the local layers (see `pytorch/module/` in Transformer Engine).
 `LayerNormLinear`, which is Transformer Engine's norm fused with a linear layer, saves the input and the output of the
 norm, and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input
-(`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
-(`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
-The counted memory leaves out norm statistics.
+(`linear.py`). Fused attention saves queries, keys, values, the attention's output and the logarithm of the softmax's
+sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's
+mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Replace modules of megatron-core's local layers, so that memory and operations are counted as for a GPU's
-    kernels.
+    """Replace modules of a model, so that memory and operations are counted as for a GPU's kernels.
 
     In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
     a GPU's kernels. The model keeps megatron-core's own linear projections. If `kernel` is a kernel of Transformer
@@ -236,8 +235,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the fused kernel of `mamba_ssm`; the number of operations is Megatron-LM's estimate for this
-    kernel."""
+    """Stand in for the fused kernel of `mamba_ssm`; Megatron-LM's estimate gives the number of operations."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
@@ -250,8 +248,7 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`; the number of operations is Megatron-LM's estimate for this
-    kernel."""
+    """Stand in for the gated delta rule of `fla`; Megatron-LM's estimate gives the number of operations."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
     kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens

@@ -1,6 +1,6 @@
 """Lets megatron-core run on a machine without CUDA.
 
-megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
+megatron-core allocates tensors on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
 `torch.cuda.FloatTensor`. `substitute_cuda()` replaces megatron-core's uses of CUDA by functions for the CPU, until
 `CpuSubstitution.restore()` is called. `substitutions()` lists every replaced attribute and the reason for the
 replacement. On a machine with CUDA, `substitute_cuda()` changes nothing.

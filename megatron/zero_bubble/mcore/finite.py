@@ -1,9 +1,10 @@
 """Ends the training when a loss, gradient or weight is not finite, and names the first non-finite value.
 
-megatron-core's own check of gradients waits for the device twice for each bucket. In a training step, `FiniteCheck`
-reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces the norm of
-all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If the norm of
-all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite value.
+megatron-core's own check of gradients waits for the device twice for each gradient bucket. In a training step,
+`FiniteCheck` reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces
+the norm of all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If
+the norm of all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite
+value.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the non-finite gradient of the last parameter in model order, because the backward computed it first."""
+        """Find the non-finite gradient of the last parameter in model order, which is the first one computed."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica
@@ -152,8 +153,7 @@ class FiniteCheck:
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
-        """Yield (position, name, parameter) of each parameter on this rank, in model order; names number layers from
-        0."""
+        """Yield (position, name, parameter) for this rank's parameters in model order; names number layers from 0."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stages = {self.placement.stage_of(rank, chunk): module for chunk, module in enumerate(self.chunks)}
         for stage, chunk in sorted(stages.items()):

@@ -104,8 +104,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Save random states, buffers and data, so that forwards can run again if the previous optimizer step is
-        amended."""
+        """Save random states, buffers and data, so that forwards can run again after an amended optimizer step."""
         self._restart = Restart(self.call.chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
@@ -221,7 +220,7 @@ class MegatronStage:
         vocabulary.embed(microbatch)
 
     def _compute_loss(self, vocabulary: VocabularyStep, microbatch: int) -> None:
-        """Run L: compute the user's loss, and its gradients with respect to the losses of all tokens."""
+        """Run L: compute the user's loss, and the gradient of this loss with respect to the losses of all tokens."""
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = vocabulary.begin_loss(microbatch)
         if self._config.timers is not None:

@@ -47,8 +47,7 @@ _SPARSE = "dsa_layer"
 
 
 def local_layers() -> dict[str, str]:
-    """Map the symbol in a layer pattern to the layer's name, for all local layers that the installed megatron-core
-    has."""
+    """Return the local layers that this megatron-core has, as a dictionary from layer-pattern symbol to layer name."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 

@@ -111,8 +111,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of the spec `layer` with the module `attention`, and with `LocalNorm` if `config` requires this
-    norm."""
+    """Return a copy of the spec `layer`, with the module `attention` and, if `config` requires so, with `LocalNorm`."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention

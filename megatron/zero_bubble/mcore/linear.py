@@ -113,8 +113,7 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: None = None,
 ) -> torch.Tensor:
-    """Replace a linear layer's `_forward_impl`; `gtp_remat_size` and `output_dtype` come from megatron-core 0.19 or
-    later."""
+    """Replace a linear layer's `_forward_impl`; megatron-core from 0.19 on passes `gtp_remat_size`, `output_dtype`."""
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
     settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)

@@ -52,7 +52,7 @@ class VocabularyStep:
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
-        """Drop the results of all microbatches, before their forwards run again; no collective may be under way."""
+        """Drop the results of all microbatches, before the forwards run again; no collective may be running."""
         self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:

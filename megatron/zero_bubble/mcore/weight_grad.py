@@ -45,7 +45,7 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the `MicrobatchSum` of the current microbatch, which expects one more term from W after the call."""
+        """Return the current microbatch's `MicrobatchSum`; each call lets the sum wait for one more term."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
