@@ -80,7 +80,7 @@ class Connections:
         return None if self._vocabulary is None else self._vocabulary.lane
 
     def vocabulary_step(self, call: StepCall) -> VocabularyStep | None:
-        """Return the state of one step's operations on the vocabulary shard; None without vocabulary shards."""
+        """Return the `VocabularyStep` of one step; None if the model has no vocabulary shards."""
         if self._vocabulary is None:
             return None
         return VocabularyStep(

@@ -141,7 +141,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the non-finite gradient of the last parameter in model order, which is the first one computed."""
+        """Find the first computed non-finite gradient, by going through the parameters in reverse model order."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica
@@ -153,7 +153,7 @@ class FiniteCheck:
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
-        """Yield (position, name, parameter) for this rank's parameters in model order; names number layers from 0."""
+        """Yield (position, name, parameter) for this rank's parameters in model order; layer numbers begin at 0."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stages = {self.placement.stage_of(rank, chunk): module for chunk, module in enumerate(self.chunks)}
         for stage, chunk in sorted(stages.items()):

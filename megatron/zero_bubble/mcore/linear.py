@@ -68,8 +68,8 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if the embedding on the same stage provides the output layer's weight, else None.
 
     With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
-    embedding, and the output layer's own weight is unused. Autograd sums the gradients of all uses of this weight in B,
-    so the backward of a tied output layer is not split into B and W.
+    embedding, and the output layer's own weight is unused. Autograd sums the gradients of all uses of the embedding's
+    weight in B, so the backward of a tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -196,9 +196,10 @@ class Gradients:
         embeddings: number of parameters in embedding tables; the gradient of an embedding table is a sum of rows, and
             not a matrix product that could be deferred.
         vectors: number of parameters in biases and norms, whose gradients are sums and not matrix products.
-        unsplit: the other parameters, whose gradients B computes by matrix products or in unknown ways. For each module
-            with such parameters, `unsplit` has a pair of the module's `name (Class)` and the number of such parameters.
-            In a name, `*` stands for the number of a layer or expert.
+        unsplit: the parameters that are not counted in `in_w`, `embeddings` or `vectors`. B computes the gradients of
+            these parameters, by matrix products or in unknown ways. For each module with such parameters, `unsplit` has
+            a pair of the module's `name (Class)` and the number of these parameters. In a module's name, `*` stands for
+            the number of a layer or expert.
         missed: names of the modules in `unsplit` that could defer W but do not. A module could defer W if the module is
             a linear layer, or has `backward_dw()` and no submodules. A module with submodules, such as an MLP, only
             calls `backward_dw()` of its submodules.

@@ -33,8 +33,8 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 def tracked_sums() -> dict[str, torch.Tensor]:
     """Return a dictionary of megatron-core's sums for multi-token prediction; {} except on the last stage.
 
-    In an iteration, megatron-core sums losses over microbatches. From 0.19 on, megatron-core also sums the number of
-    correct predictions, and the number of all predictions.
+    In an iteration, megatron-core sums the losses of multi-token prediction over microbatches. From 0.19 on,
+    megatron-core also sums the number of correct predictions, and the number of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}

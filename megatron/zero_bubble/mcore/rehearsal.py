@@ -50,7 +50,7 @@ class Contender:
 
     Attributes:
         schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
-        costs: the costs of the stages, which determine the places of receives in the schedule.
+        costs: the costs of the stages; the places of receives in the schedule depend on these costs.
         layout: the layout of the stages.
         interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
     """

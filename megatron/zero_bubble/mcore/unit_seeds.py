@@ -207,6 +207,6 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a seed of 63 bits, a hash of the numbers; different numbers almost surely have different seeds."""
+    """Return a seed of 63 bits, a hash of `numbers`; different `numbers` almost surely have different seeds."""
     digest = blake2b(repr([*map(int, numbers)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

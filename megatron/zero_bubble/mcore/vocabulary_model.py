@@ -7,7 +7,7 @@ stage ends with the hidden states.
 
 With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
 p * t shards in all. The rows of the vocabulary that megatron-core would give to one tensor rank are thus divided among
-the p pipeline ranks with this tensor rank.
+the p pipeline ranks that have this tensor rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VocabularyShard(torch.nn.Module):
     Args:
         embedding: the rows of the embedding.
         output: the rows of the output layer; the same object as `embedding` if the weights are tied.
-        index: number of this shard in the vocabulary.
+        index: number of this shard among all shards of the vocabulary.
         count: number of shards.
     """
 

@@ -93,7 +93,7 @@ class ShardSoftmax:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of this softmax that are not None."""
+        """Total bytes of the tensors of this softmax; fields that are None count as 0 bytes."""
         tensors = (self.statistics, self.rows, self.is_own, self.difference, self.product, self.label_weights)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -152,7 +152,7 @@ def softmax(
 
 
 def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every token, and one shard's share alpha_d of the softmax's sum, both [n].
+    """Return the loss of every token, and one shard's share alpha_d of the softmax's sum, each as an [n] tensor.
 
     Sums over shards are taken in the order of shards, so that all ranks get the same bits.
 
@@ -178,8 +178,9 @@ def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Ten
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to the token's row, if this shard has the row. The sums are bitwise
-    reproducible.
+    """Add the gradient of every token's embedding to the token's row, if this shard has the row.
+
+    The sums of embedding gradients are bitwise reproducible.
 
     Args:
         total: [rows of the shard, hidden], the sums of gradients, any floating type.

@@ -146,7 +146,7 @@ class VocabularyStep:
     def forward_last_stage(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Run the forward step of the last stage, and keep the step's loss function for the loss operation L."""
+        """Run the forward step of the last stage, and keep the returned loss function for the loss operation L."""
         call = record_call(forward_step, data_iterator, model)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
