@@ -27,11 +27,11 @@ a group, `get_batch_on_this_cp_rank` divides a batch among all ranks of the job.
 class ContextParallelAttention(DotProductAttention):
     """Attention without Transformer Engine, over a sequence that is divided among context-parallel ranks.
 
-    Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
-    keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
-    Context-parallel rank r holds the r-th part from the front and the r-th part from the back of the sequence, so that
-    a causal mask gives all ranks equal work. The backward reduce-scatters the gradients of keys and values over the
-    ranks.
+    Each context-parallel rank gathers all keys and values, so dividing the sequence saves no memory for keys and
+    values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as there are
+    context-parallel ranks. Context-parallel rank r holds the r-th part from the front and the r-th part from the back
+    of the sequence, so that a causal mask gives all ranks equal work. The backward reduce-scatters the gradients of
+    keys and values over the context-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
@@ -53,7 +53,8 @@ class ContextParallelAttention(DotProductAttention):
         """Compute attention as `DotProductAttention` does, for this context-parallel rank's part of the sequence.
 
         Args:
-            query, key, value: [sequence / ranks, batch, heads, channels]; key and value may have fewer heads.
+            query, key, value: [sequence / ranks, batch, heads, channels]; `key` and `value` may have fewer heads than
+                `query`.
             attention_mask: [batch, 1, sequence / ranks, sequence], True where attention is forbidden; None
                 for a causal mask.
 
@@ -72,14 +73,14 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def cut_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this context-parallel rank's part of a microbatch, cut as `ContextParallelAttention` expects it."""
+    """Return the part of a microbatch that this context-parallel rank computes with `ContextParallelAttention`."""
     if not _TAKES_GROUP:
         return get_batch_on_this_cp_rank(batch)
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the positions in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
+    """Return the sequence positions of the `length` tokens that context-parallel rank `rank` holds."""
     half = length // 2
     first, last = rank * half, (2 * size - rank - 1) * half
     return torch.cat([torch.arange(start, start + half, device=device) for start in (first, last)])
@@ -91,7 +92,7 @@ class LocalAttention(DotProductAttention):
     In multi-head latent attention, values and keys of a head differ in their number of channels.
 
     Args:
-        v_channels: number of channels of each head's values; None for the number in the configuration.
+        v_channels: number of channels of each head's values; if None, the configuration determines this number.
     """
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
@@ -119,7 +120,7 @@ class TorchAttention(LocalAttention):
         """Compute attention as `DotProductAttention` does.
 
         Args:
-            query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
+            query, key, value: [sequence, batch, heads, channels]; `key` and `value` may have fewer heads than `query`.
             attention_mask: a mask that can be broadcast to [batch, heads, queries, keys], True where attention is
                 forbidden; None for a causal mask.
 

@@ -98,7 +98,8 @@ def read_common(folder: str | Path) -> dict[str, Any]:
     """Read the part of a checkpoint that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: the file with the shared part is missing, is damaged, or names a function that could run code.
+        CheckpointError: the file with the checkpoint's shared part is missing, is damaged, or names a function that
+            could run code.
     """
     folder = Path(folder)
     place = None

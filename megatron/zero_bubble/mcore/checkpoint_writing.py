@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch_dist format with threads, and raises an error of any rank on all ranks."""
+"""Writes checkpoints in torch_dist format with threads; if writing fails on one rank, every rank raises an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _failure(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[CheckpointError]]:
-    """Collect errors in writing the files of rank 0, so that rank 0 still takes part in the save's collective calls."""
+    """Collect the errors of writing rank 0's files, so that rank 0 still takes part in the save's collective calls."""
     failures: list[CheckpointError] = []
     with ExitStack() as stack:
         for owner, name in _ONLY_ON_RANK_0:
@@ -84,10 +84,11 @@ def write_in_threads(*, keep_results: bool) -> None:
     that the other ranks wait forever.
 
     Args:
-        keep_results: whether the writing threads put their results into a queue in this process. If `keep_results` is
-            false, megatron-core starts a server process for the results at the first save. megatron-core's server
-            process takes 150 MB of memory on each rank, and survives if the rank's process is killed. `keep_results`
-            must be false for asynchronous saves, which need megatron-core's server process.
+        keep_results: whether the writing threads put their results into a queue in the rank's own process. If
+            `keep_results` is false, megatron-core starts a server process for the results at the first save.
+            megatron-core's server process takes 150 MB of memory on each rank, and survives if the rank's process is
+            killed. Asynchronous saves need megatron-core's server process, so `keep_results` must be false for
+            asynchronous saves.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):

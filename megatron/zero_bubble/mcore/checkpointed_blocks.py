@@ -42,7 +42,7 @@ def shorter_last_blocks() -> AbstractContextManager[None]:
     """Let megatron-core 0.16 recompute a stage's last block if the block is shorter than `recompute_num_layers`.
 
     megatron-core 0.16 also calls `_get_layer` for layers beyond the last layer of the stage. For layers beyond the last
-    layer, the replaced `_get_layer` returns a layer that passes its input on unchanged.
+    layer, the replacement of `_get_layer` returns a layer that passes its input on unchanged.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -77,7 +77,10 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
 def _run_block(
     store: RecomputationStore, original: Any, run: Callable[..., Any], distribute_saved: bool, *inputs: Any
 ) -> Any:
-    """Run a block that drops or keeps its activations; `original` handles activation checkpoints inside the block."""
+    """Run the forward of a block, and drop or keep the block's activations, as `store.mode` says.
+
+    Activation checkpoints inside the block use `original`, which is megatron-core's own `CheckpointFunction`.
+    """
     with replaced(random, "CheckpointFunction", original):
         if store.mode is ForwardMode.DROP:
             return _DroppedBlock.apply(store, run, distribute_saved, *inputs)
@@ -88,7 +91,7 @@ def _run_block(
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """Runs a block's forward without keeping activations; R or B runs the forward again before the backward."""
+    """Runs a block's forward without keeping activations; R or B recomputes them for the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:

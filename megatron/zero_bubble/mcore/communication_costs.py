@@ -1,4 +1,4 @@
-"""Measures the time of a message, and the slowdown of a computation during communication."""
+"""Measures the time of a message between ranks, and the slowdown of a computation during communication."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def measure_beside_compute(
 ) -> float:
     """Measure the time that communication adds to a concurrent computation; a collective call of the whole job.
 
-    Messages and collectives run beside the computation, but take processor time, or cores of the device, from the
-    computation. All ranks compute and communicate at the same time, as in training.
+    Messages and collectives run at the same time as the computation, and slow the computation down, because
+    communication occupies cores of the CPU or GPU. All ranks compute and communicate at the same time, as in training.
 
     Returns:
         Additional milliseconds for one call of `communicate`: the median over ranks of the mean over rounds. The mean

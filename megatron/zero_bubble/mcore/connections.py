@@ -34,7 +34,7 @@ class Connections:
     Args:
         communicator: the class of the channels.
         timeout: time limit for one message or collective, by default megatron-core's time limit.
-        report: called with the memory of the channels, once the channels are open.
+        report: function that gets the channels' `ChannelMemory`, once the channels are open.
     """
 
     communicator: type[TorchCommunicator] = TorchCommunicator
@@ -60,8 +60,8 @@ class Connections:
         """Return the channels for a schedule's messages; the first call opens the channels and is a collective call.
 
         Raises:
-            ScheduleError: the model has vocabulary shards and the schedule has no operations on vocabulary shards, or
-                vice versa.
+            ScheduleError: the model has vocabulary shards but the schedule has no operations on vocabulary shards, or
+                the schedule has such operations but the model has no vocabulary shards.
         """
         if schedule.is_vocabulary_parallel is (self._vocabulary is None):
             raise ScheduleError(
@@ -80,7 +80,7 @@ class Connections:
         return None if self._vocabulary is None else self._vocabulary.lane
 
     def vocabulary_step(self, call: StepCall) -> VocabularyStep | None:
-        """Return the state of one step's operations on the vocabulary shard; None without vocabulary shards."""
+        """Return the `VocabularyStep` of one step; None if the model has no vocabulary shards."""
         if self._vocabulary is None:
             return None
         return VocabularyStep(
@@ -88,11 +88,14 @@ class Connections:
         )
 
     def measure_messages(self, placement: Placement, rank: int, message: TensorSpec) -> tuple[dict[int, float], float]:
-        """Measure the milliseconds of a message and of a collective; a collective call of the job with open channels.
+        """Measure the milliseconds of a message and of a collective; a collective call of the whole job.
+
+        All channels must be open before `measure_messages` is called.
 
         Returns:
-            A dictionary with the time of a message between the stages `s` and `s + 1`, by `s`, if one of the two stages
-            is on this rank. The second value is the time of a collective of vocabulary shards, or 0 without shards.
+            The first value maps stage `s` to the time of a message between the stages `s` and `s + 1`, if this rank has
+            one of these two stages. The second value is the time of a collective between vocabulary shards, or 0 if the
+            model has no vocabulary shards.
         """
         assert self._channels is not None
         edges, vocabulary = measure_edges(self._channels, placement, rank, message), self._vocabulary

@@ -1,12 +1,13 @@
-"""Makes layers on the meta device keep the same tensors, and count the same operations, as the kernels of a GPU.
+"""Replaces layers on the meta device, so that memory and operations are counted as for a GPU's kernels.
 
-Layers that this module does not replace are counted with megatron-core's own code. A job with Transformer Engine is
-counted with megatron-core's local layers, because the layers of Transformer Engine 2.x keep the same tensors as the
-local layers (see `pytorch/module/` in Transformer Engine). `LayerNormLinear`, which is Transformer Engine's norm fused
-with a linear layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`).
-Transformer Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and
-the logarithm of the softmax's sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and
-after dropout, and dropout's mask. The counted memory leaves out norm statistics.
+For layers that this module does not replace, the memory and operations of megatron-core's own code are counted. For a
+job with Transformer Engine, the memory and operations of megatron-core's local layers are counted, because the layers
+of Transformer Engine 2.x keep the same tensors as the local layers (see `pytorch/module/` in Transformer Engine).
+`LayerNormLinear`, which is Transformer Engine's norm fused with a linear layer, saves the input and the output of the
+norm, and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input
+(`linear.py`). Fused attention saves queries, keys, values, the attention's output and the logarithm of the softmax's
+sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's
+mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention, which determines the memory and the matrix products of attention."""
+    """An implementation of attention; attention's memory and matrix products depend on the implementation."""
 
     LOCAL = "megatron-core's own attention, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
@@ -51,11 +52,11 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Change a model of megatron-core's own layers so that it counts the memory and the operations of a GPU's kernels.
+    """Replace modules of a model, so that memory and operations are counted as for a GPU's kernels.
 
     In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
-    a GPU's kernels. The linear projections are counted with megatron-core's own code. For a kernel of Transformer
-    Engine, every tensor-parallel rank gets a whole copy of the projections to latent vectors.
+    a GPU's kernels. The model keeps megatron-core's own linear projections. If `kernel` is a kernel of Transformer
+    Engine, every tensor-parallel rank gets a whole copy of the projections to latent vectors, as in Transformer Engine.
     """
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
@@ -155,7 +156,10 @@ class CountedAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return a [sequence, batch, heads * value channels] tensor; inputs are [sequence, batch, heads, channels]."""
+        """Return a tensor of the shape [sequence, batch, heads * value channels].
+
+        `query`, `key` and `value` have the shape [sequence, batch, heads, channels].
+        """
         kernel, ranks = self._kernel, self._ranks
         (tokens, batch, heads, channels), of_value = query.shape, value.shape[-1]
         output, length = (tokens, batch, heads * of_value), tokens * ranks
@@ -185,7 +189,7 @@ class CountedAttention(torch.nn.Module):
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
-    """Return the number of pairs of query and key that a causal mask and, if given, a window of keys allow."""
+    """Return how many query-key pairs a causal mask allows; if `window` is given, only keys inside the window count."""
     reach = length if window is None or window[0] < 0 else min(window[0], length)
     return length * reach - reach**2 / 2
 
@@ -231,7 +235,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the fused kernel of `mamba_ssm`, with Megatron-LM's estimate of the number of operations."""
+    """Stand in for the fused kernel of `mamba_ssm`; Megatron-LM's estimate gives the number of operations."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
@@ -244,7 +248,7 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`, with Megatron-LM's estimate of the number of operations."""
+    """Stand in for the gated delta rule of `fla`; Megatron-LM's estimate gives the number of operations."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
     kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens

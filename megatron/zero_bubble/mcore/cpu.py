@@ -1,9 +1,9 @@
 """Lets megatron-core run on a machine without CUDA.
 
-megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
+megatron-core allocates tensors on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
 `torch.cuda.FloatTensor`. `substitute_cuda()` replaces megatron-core's uses of CUDA by functions for the CPU, until
-`CpuSubstitution.restore()` is called. `substitutions()` lists the replaced attributes with the reasons. On a machine
-with CUDA, `substitute_cuda()` changes nothing.
+`CpuSubstitution.restore()` is called. `substitutions()` lists every replaced attribute and the reason for the
+replacement. On a machine with CUDA, `substitute_cuda()` changes nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def _random_state() -> Iterator[Substitution]:
 class _DeviceGenerator:
     """Emulates CUDA's random generator: for each draw, the CPU generator gets the emulated generator's state.
 
-    Data loaders also draw from the CPU generator, but must not change the dropout of a resumed run.
+    The emulated generator has a state of its own, because data loaders also draw from the CPU generator: if dropout
+    used the CPU generator's state, the draws of data loaders would change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:

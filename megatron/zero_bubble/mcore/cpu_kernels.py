@@ -137,7 +137,8 @@ def delta_net_kernels(package: ModuleType, delta_rule: Any) -> Iterator[tuple[Mo
     """Yield replacements of the kernels of gated delta nets: (module of megatron-core, name of a kernel, replacement).
 
     Args:
-        package: megatron-core's package `gated_delta_net`; from 0.19 on, modules inside of it import the kernels, too.
+        package: megatron-core's package `gated_delta_net`; from megatron-core 0.19 on, modules of this package import
+            the kernels, too.
         delta_rule: the gated delta rule in plain PyTorch.
     """
     inside = [value for value in vars(package).values() if isinstance(value, ModuleType)]

@@ -1,9 +1,10 @@
 """Ends the training when a loss, gradient or weight is not finite, and names the first non-finite value.
 
-megatron-core's own check of gradients waits for the device twice for each bucket. In a training step, `FiniteCheck`
-reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces the norm of
-all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If the norm of
-all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite value.
+megatron-core's own check of gradients waits for the device twice for each gradient bucket. In a training step,
+`FiniteCheck` reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces
+the norm of all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If
+the norm of all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite
+value.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 
 
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
-    """Return a finite `loss` bitwise unchanged in value and gradient, and give an infinite loss a NaN gradient.
+    """Leave a finite `loss` and its gradient bitwise unchanged, and make the gradient of a non-finite `loss` NaN.
 
     The gradient of an infinite loss may be finite. A NaN gradient makes the norm of all gradients NaN on all ranks.
     """
@@ -38,7 +39,11 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite; the first of several `_Finding`s in sort order probably caused the others."""
+    """A value that is not finite.
+
+    `_Finding`s sort by kind and position, so that the smallest of several `_Finding`s is probably the cause of the
+    other `_Finding`s.
+    """
 
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""
@@ -55,8 +60,8 @@ class FiniteCheck:
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         placement: maps this rank's chunks to stages.
-        error: the type of error to raise, with a message of one line.
-        iteration: returns the number of the present iteration.
+        error: the type of the raised error; the error's message has one line.
+        iteration: function that returns the number of the present iteration.
     """
 
     chunks: Sequence[Any]
@@ -136,7 +141,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the non-finite gradient that was computed first; its parameter is the last in model order."""
+        """Find the first computed non-finite gradient, by going through the parameters in reverse model order."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica
@@ -148,7 +153,7 @@ class FiniteCheck:
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
-        """Yield the parameters of this rank in model order, with position and name; layers are numbered from 0."""
+        """Yield (position, name, parameter) for this rank's parameters in model order; layer numbers begin at 0."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stages = {self.placement.stage_of(rank, chunk): module for chunk, module in enumerate(self.chunks)}
         for stage, chunk in sorted(stages.items()):

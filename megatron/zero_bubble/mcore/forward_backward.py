@@ -67,13 +67,15 @@ class MegatronStage:
 
     Attributes:
         call: the arguments of the forward-backward function.
-        data_iterators: one iterator for each model chunk, in planned order; None for a chunk that needs no data.
+        data_iterators: for each model chunk, an iterator over the microbatches in their planned order; None for a chunk
+            that needs no data.
         shapes_vary: whether the tensors between stages vary in shape, so that headers announce the shapes.
         forward_data_store: on the last stage, the result of the loss function for each microbatch.
         num_tokens: sum of the token counts that the loss function returned.
         finalizes: whether to reduce the gradients of this rank at the end of the step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
-        num_early_forwards: number of forwards that all ranks together run before the last optimizer step is validated.
+        num_early_forwards: number of forwards that all ranks together run before the previous iteration's optimizer
+            step is validated.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
@@ -102,7 +104,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Save the state from which this step's forwards run again if the last optimizer step was wrong."""
+        """Save random states, buffers and data, so that forwards can run again after an amended optimizer step."""
         self._restart = Restart(self.call.chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
@@ -158,7 +160,11 @@ class MegatronStage:
             )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
-        """Return the user's forward step, or with vocabulary shards its replacement on the first and last stage."""
+        """Return the forward step of a microbatch on one of this rank's chunks.
+
+        The forward step is the user's forward step, unless the model has vocabulary shards: then a `VocabularyStep`
+        replaces the user's forward step on the first and on the last stage.
+        """
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
             return self.vocabulary.begin_first_stage(microbatch).forward_step
@@ -214,7 +220,7 @@ class MegatronStage:
         vocabulary.embed(microbatch)
 
     def _compute_loss(self, vocabulary: VocabularyStep, microbatch: int) -> None:
-        """Run L: compute the user's loss, and the gradients of the losses of all tokens."""
+        """Run L: compute the user's loss, and the gradient of this loss with respect to the losses of all tokens."""
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = vocabulary.begin_loss(microbatch)
         if self._config.timers is not None:
@@ -255,8 +261,7 @@ class MegatronStage:
             chunk.before_gradients(is_fused=OpKind.W in KINDS[op.kind].makes)
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Return the spec of a message that this rank receives. All messages have the same shape unless `shapes_vary`
-        is set."""
+        """Return the spec of a received message; unless `shapes_vary` is set, all messages have the same shape."""
         if not self.shapes_vary:
             return self.usual_message
         spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)

@@ -99,7 +99,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Let each layer start to gather the parameters of the next layer before the layer itself computes.
+        """Start to gather the parameters of the next layer before each layer's own computation.
 
         By default, FSDP2 gathers layers in the order of the latest forwards, but in a pipeline the latest forwards may
         belong to other microbatches.
@@ -125,7 +125,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat gradients inside the `with` block as gradients of a microbatch that is not the last of a step."""
+        """Treat gradients that are computed inside the `with` block as not belonging to a step's last microbatch."""
         self._is_last_microbatch = False
         try:
             yield
@@ -170,7 +170,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             part.reshard()
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this replica holds besides its shards: gathered parameters and unreduced gradients."""
+        """Yield the tensors that a replica holds in addition to shards: gathered parameters and unreduced gradients."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
@@ -186,7 +186,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unsharded tensor; for a replica's shard, `whole` is a collective call of the replicas."""
+    """Return an unsharded tensor; if `tensor` is a replica's shard, all replicas must call this function together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

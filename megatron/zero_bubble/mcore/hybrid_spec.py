@@ -47,7 +47,7 @@ _SPARSE = "dsa_layer"
 
 
 def local_layers() -> dict[str, str]:
-    """Return the local layers of the installed megatron-core: symbol in a layer pattern -> name in words."""
+    """Return the local layers that this megatron-core has, as a dictionary from layer-pattern symbol to layer name."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 

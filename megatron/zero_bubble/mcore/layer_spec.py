@@ -111,7 +111,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of a layer's spec with `attention`, and with `LocalNorm` if the configuration needs `LocalNorm`."""
+    """Return a copy of the spec `layer`, with the module `attention` and, if `config` requires so, with `LocalNorm`."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention
@@ -142,7 +142,9 @@ def block_spec(
 def multi_token_spec(
     config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, *, is_last_stage: bool
 ) -> Any | None:
-    """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has no such layers.
+    """Return the spec of the multi-token prediction layers; None if the stage has no such layers.
+
+    Each multi-token prediction layer contains a transformer layer with the spec `layer`.
 
     Raises:
         ValueError: the layout puts layers of multi-token prediction on a stage other than the last.

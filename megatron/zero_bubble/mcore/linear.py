@@ -68,8 +68,8 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if the embedding on the same stage provides the output layer's weight, else None.
 
     With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
-    embedding, and the output layer's own weight is unused. Autograd adds up the gradient of a shared weight in B, so
-    the backward of a tied output layer is not split into B and W.
+    embedding, and the output layer's own weight is unused. Autograd sums the gradients of all uses of the embedding's
+    weight in B, so the backward of a tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -113,7 +113,7 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: None = None,
 ) -> torch.Tensor:
-    """Replace `_forward_impl` of a linear layer; megatron-core 0.19 and later pass the last two arguments."""
+    """Replace a linear layer's `_forward_impl`; megatron-core from 0.19 on passes `gtp_remat_size`, `output_dtype`."""
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
     settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
@@ -192,14 +192,17 @@ class Gradients:
 
     Attributes:
         total: number of all trained parameters.
-        in_w: weights of layers whose backward is split, so that W computes the weights' gradients.
-        embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
-        vectors: biases, and parameters of norms; their gradients are sums and not matrix products.
-        unsplit: pairs of a module's `name (Class)` and the number of its weights in neither `in_w` nor `embeddings`;
-            `*` in a name stands for the number of a layer or expert. B computes the gradients of the weights in
-            `unsplit`, by matrix products or in unknown ways.
-        missed: modules in `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
-            without submodules. A module with submodules, such as an MLP, only calls `backward_dw()` of its submodules.
+        in_w: number of parameters whose gradients W computes.
+        embeddings: number of parameters in embedding tables; the gradient of an embedding table is a sum of rows, and
+            not a matrix product that could be deferred.
+        vectors: number of parameters in biases and norms, whose gradients are sums and not matrix products.
+        unsplit: the parameters that are not counted in `in_w`, `embeddings` or `vectors`. B computes the gradients of
+            these parameters, by matrix products or in unknown ways. For each module with such parameters, `unsplit` has
+            a pair of the module's `name (Class)` and the number of these parameters. In a module's name, `*` stands for
+            the number of a layer or expert.
+        missed: names of the modules in `unsplit` that could defer W but do not. A module could defer W if the module is
+            a linear layer, or has `backward_dw()` and no submodules. A module with submodules, such as an MLP, only
+            calls `backward_dw()` of its submodules.
     """
 
     total: int

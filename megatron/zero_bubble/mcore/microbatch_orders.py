@@ -1,4 +1,4 @@
-"""Reads the microbatches of each step, and puts the microbatches into an order that is planned for their sizes."""
+"""Reads the microbatches of each step, and reorders the microbatches by a plan that depends on microbatch sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from one data iterator per model chunk; a chunk without data has None."""
+    """The microbatches of a step, read from the data iterators of model chunks (None for a chunk without data)."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
@@ -114,7 +114,7 @@ class JobPeers:
         return shared
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of ranks; a collective call of the job."""
+        """Return the `value` of every rank, in the order of ranks; a collective call of the job."""
         return from_all_ranks(value)
 
     def highest(self, level: int) -> int:
@@ -140,8 +140,8 @@ class StepPlans:
         timeout: time limit for a message about a plan.
         reorders: whether microbatches may run in an order other than the order of the data; None to allow another order
             if the model's configuration sets `variable_seq_lengths`.
-        interlocks: whether ranks begin an iteration while other ranks run the previous iteration, as with
-            post-validation.
+        interlocks: whether ranks begin an iteration while other ranks still run the previous iteration, as
+            post-validation allows.
     """
 
     running: RunningPlan

@@ -33,12 +33,13 @@ class UnitModels:
     """Builds the units of a model, and provides their data.
 
     Attributes:
-        build: makes a unit of the model for a pipeline of one rank. The unit puts W into the `WeightGradStore` that
-            `build` gets, and is wrapped in megatron-core's DDP.
+        build: function that makes a unit of the model for a pipeline of one rank. The unit puts its W into the
+            `WeightGradStore` that is passed to `build`, and is wrapped in megatron-core's DDP.
         forward_step: the forward step of the training, with megatron-core's signature.
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
-        state_bytes: function from the numbers of dense and of expert parameters to the bytes of their model states.
+        state_bytes: function that returns the bytes of model states, given the number of dense parameters and the
+            number of expert parameters.
     """
 
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]
@@ -48,7 +49,7 @@ class UnitModels:
     state_bytes: Callable[[int, int], float]
 
     def step_arguments(self, chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, Any]:
-        """Return the arguments of the forward-backward function for a step of stages that consist of units."""
+        """Return the forward-backward function's arguments for a step, with units of the model as stages."""
         config = get_model_config(chunks[0])
         parts = parallel_state.get_context_parallel_world_size()
         if config.sequence_parallel:

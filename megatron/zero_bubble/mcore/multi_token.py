@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
     """Return the last iteration's losses of multi-token prediction, and reset their sums; () except on the last stage.
 
-    Each returned loss belongs to one further predicted token, and is a mean over the microbatches and over the ranks of
+    There is one loss for each further predicted token. Each loss is a mean over the microbatches and over the ranks of
     `group`. Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last
     stage.
     """
@@ -31,9 +31,10 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return megatron-core's sums for multi-token prediction over an iteration, by name; {} except on the last stage.
+    """Return a dictionary of megatron-core's sums for multi-token prediction; {} except on the last stage.
 
-    megatron-core sums losses over microbatches and, from 0.19 on, also counts correct predictions and all predictions.
+    In an iteration, megatron-core sums the losses of multi-token prediction over microbatches. From 0.19 on,
+    megatron-core also sums the number of correct predictions, and the number of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
@@ -41,12 +42,12 @@ def tracked_sums() -> dict[str, torch.Tensor]:
 
 
 def track(sums: dict[str, torch.Tensor]) -> None:
-    """Store the last stage's sums of multi-token prediction on this rank, where Megatron-LM averages and logs them."""
+    """Store the last stage's sums of multi-token prediction on this rank, so that Megatron-LM logs the averages."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     MTPLossLoggingHelper.tracker.update(**sums, reduce_group=None, avg_group=group)
 
 
 def forget_losses() -> None:
-    """Set the summed losses of multi-token prediction to zero, for a new iteration or a repeat of its forwards."""
+    """Set the sums of multi-token prediction to zero, before an iteration's forwards run or run again."""
     for sums in tracked_sums().values():
         sums.zero_()

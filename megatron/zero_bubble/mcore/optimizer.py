@@ -2,9 +2,9 @@
 
 With neither apex nor Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot
 load the saved state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not
-have yet. megatron-core then looks for the number of steps among the saved tensors of every shard, which do not contain
-the number of steps. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates
-the state of SGD. From 0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
+have yet. megatron-core then looks for the number of steps in every shard's saved tensors, although the number of steps
+is not saved there. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates the
+state of SGD. From 0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _has_parameters(torch_optimizer: Any) -> bool:
 
 
 def _align_steps(optimizer: MegatronOptimizer) -> None:
-    """Set the number of steps of every Adam state to the largest number, because all states take every step."""
+    """Set the step count of every Adam state to the largest of these counts, because every step updates all states."""
     adams = filter(_is_torch_adam, torch_optimizers(optimizer))
     states = [state for adam in adams for state in adam.state.values()]
     steps = max((state["step"] for state in states), default=torch.zeros(()))
@@ -193,7 +193,7 @@ def norm_of_all(squared_norms: Sequence[torch.Tensor]) -> Norm:
 
 
 def _root(squared_norm: torch.Tensor) -> Norm:
-    """Return the square root of a squared norm, as a tensor if megatron-core has a kernel that scales by a tensor."""
+    """Return the square root of a squared norm: a tensor if megatron-core can scale by a tensor, else a float."""
     if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
         return squared_norm.pow(0.5)
     return squared_norm.item() ** 0.5

@@ -1,9 +1,10 @@
 """Runs a forward and a backward as one operation, layer by layer, with the schedule plans of megatron-core's models.
 
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
-backward into nodes, such as the experts of a layer and the exchanges before and after them. The method `run` of a plan
-takes the schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in
-turn. Computation runs on one CUDA stream, and exchanges between experts run on another CUDA stream.
+backward into nodes, such as the experts of a layer, and the exchanges of tokens before and after the experts. The
+method `run` of a plan takes the schedule plans of a forward and of another microbatch's backward, and executes the
+nodes of the two plans in turn. Computation runs on one CUDA stream, and exchanges between experts run on another CUDA
+stream.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _KeptPlan(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The arguments of a microbatch's forward or backward; only a backward has an output."""
+    """The arguments of a microbatch's forward or backward; a forward has no `output_tensor` and no `output_grad`."""
 
     microbatch: int
     chunk: int

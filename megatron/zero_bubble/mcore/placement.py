@@ -56,7 +56,7 @@ def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCol
 
 
 def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], list[int]] | None:
-    """Return the function by which `initialize_model_parallel` chooses the ranks that reduce tied embeddings.
+    """Return the function by which `initialize_model_parallel` chooses the ranks of an embedding group.
 
     If `embedding_ranks` returns None, megatron-core chooses its default, the first and the last rank of a pipeline.
     """
@@ -74,8 +74,8 @@ def adopt_placement(placement: Placement) -> None:
     """Set the parallel state for a placement that was chosen after megatron-core's initialization; a collective call.
 
     Call `adopt_placement` before any model is built. `initialize_model_parallel` must have been called for a placement
-    with the first and the last stage on different ranks. The groups that reduce tied embeddings are created again if
-    the chosen placement has the first and the last stage on one rank.
+    with the first and the last stage on different ranks. The embedding groups, which reduce the gradients of tied
+    embeddings, are created again if the chosen placement has the first and the last stage on one rank.
     """
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
@@ -94,7 +94,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding weights to the last stage, if the weights are tied and on this rank.
+    """Copy tied embedding weights from the first to the last stage, if both stages are on this rank.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills the copy by an all-reduce between ranks.
     """

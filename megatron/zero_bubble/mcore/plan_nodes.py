@@ -66,7 +66,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace a node's forward by `around`, which gets the original forward; skip anything but a `ScheduleNode`."""
+    """Replace a `ScheduleNode`'s forward by `around`, which gets the original forward; leave other nodes unchanged."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

@@ -2,11 +2,12 @@
 
 Before megatron-core's step updates a parameter, the step reduces the squared norm of the gradients over all stages and,
 with a loss scale, a flag for gradients that are not finite. With post-validation each stage checks only its own
-gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
-during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
-clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, each rank takes
-the optimizer's step only after the reductions. The updated parameters equal megatron-core's parameters bit for bit,
-because the reductions have the same inputs and process group as in megatron-core.
+gradients, starts the reductions over all stages in the background, and takes the optimizer's step. The reductions over
+all stages complete during the next iteration's warmup and usually confirm the step. If the reductions show that
+gradients should have been clipped or the step skipped, the step is undone and the right step is taken. If several
+recent steps were wrong, each rank takes the next optimizer's step only after the reductions. The updated parameters
+equal megatron-core's parameters bit for bit, because the reductions have the same inputs and process group as in
+megatron-core.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ class PostValidation:
         model_chunks: this rank's model chunks, wrapped in DDP.
 
     Attributes:
-        settled: called with the outcome of every step, once the step is validated and a wrong step is amended.
-        check_norm: called with the norm of all gradients, or with None if an Inf or NaN was found, before a wrong step
-            is amended; `check_norm` may raise an error.
+        settled: function that is called with the outcome of every step, once the step is validated and a wrong step is
+            amended.
+        check_norm: function that is called with the norm of all gradients, or with None if an Inf or NaN was found,
+            before a wrong step is amended; `check_norm` may raise an error.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, rollback: Rollback, model_chunks: Sequence[Any]) -> None:
@@ -103,7 +105,11 @@ class PostValidation:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless validation must come first or this stage's gradients show a wrong step."""
+        """Take the optimizer's step without waiting for other stages.
+
+        The step is withheld until validation if several recent steps were wrong, or if this stage's gradients already
+        show that the step would be wrong.
+        """
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
@@ -191,7 +197,7 @@ class PostValidation:
         return any(bool(scaler.scale != before.get("scale", scaler.scale)) for scaler, before in scalers)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
-        """Run megatron-core's `prepare_grads` without its reduction; return (this rank's Inf flag, optimizer) pairs."""
+        """Run megatron-core's `prepare_grads` without reducing Inf flags; return pairs (local Inf flag, optimizer)."""
         flags = []
         for optimizer in self._optimizers:
             scaler = getattr(optimizer, "grad_scaler", None)
@@ -207,7 +213,10 @@ class PostValidation:
         return flags
 
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Tell whether a step would be wrong, by this rank's (with a distributed optimizer, this stage's) gradients."""
+        """Tell whether this rank's gradients show that an optimizer step would be wrong.
+
+        With a distributed optimizer, the gradients on all ranks of the stage are tested.
+        """
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -255,7 +264,7 @@ class PostValidation:
             self._gather()
 
     def _gather(self) -> None:
-        """With a distributed optimizer, gather the parameters from the replicas again after amending a step."""
+        """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended."""
         if self._optimizer.config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)

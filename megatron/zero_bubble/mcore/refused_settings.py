@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Return the condition that a number of weight shards exceeds the setting `name`, a number of tensor ranks."""
+    """Return the condition that a setting (weight shards) has a larger value than the setting `name` (tensor ranks)."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 
@@ -73,7 +73,8 @@ class Refusal:
         reason: why the settings are refused, as the text after the colon of the error message.
         instead: the remedy, as the text after the semicolon of the error message; empty if no other value of the
             settings works.
-        when: the condition under which the settings are refused; it may depend on the value and on other settings.
+        when: the condition under which the settings are refused; this condition may depend on the setting's value and
+            on other settings.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
 
@@ -85,7 +86,7 @@ class Refusal:
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
-    """Yield copies of the refusals in `rows`, which apply only to the given features."""
+    """Yield a copy of each refusal in `rows`; the copies apply only to the given `features`."""
     return (replace(row, features=tuple(features)) for row in rows)
 
 

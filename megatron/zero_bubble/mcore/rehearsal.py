@@ -50,7 +50,7 @@ class Contender:
 
     Attributes:
         schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
-        costs: the costs of the stages, which determine the places of receives in the schedule.
+        costs: the costs of the stages; the places of receives in the schedule depend on these costs.
         layout: the layout of the stages.
         interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
     """
@@ -78,12 +78,13 @@ def rehearse(
     Args:
         models: builds the units of the model.
         kinds: for each layer of the model, the number of the layer's kind, as in `Unit.layer`.
-        connect: makes the connections of one schedule.
+        connect: function that makes the connections of one schedule.
         seconds: approximate upper limit of the time of all steps; every schedule is measured at least three times, even
             if that takes longer.
 
     Returns:
-        For each element of `contenders`, the milliseconds of a step on the slowest rank, from medians over the rounds.
+        One number for each element of `contenders`: the milliseconds of a step on the slowest rank, computed from
+        medians over the rounds of measurement.
     """
     with undisturbed(), ExitStack() as opened:
         runs = [_Rehearsal(contender, models, kinds, connect()) for contender in contenders]
@@ -168,7 +169,10 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Adapt the configurations of the units in `stages`; each unit of the model has its own configuration."""
+    """Adjust the configurations of the units in `stages` to the number of layers and to recomputation.
+
+    Each unit of the model has its own configuration.
+    """
     # megatron-core collects the losses of experts in a tensor with `config.num_layers` elements.
     modules = [module for stage in stages for module in stage.modules()]
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
@@ -180,7 +184,10 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Tell `Float16Module` the position of a stage; inputs of the first and outputs of the last stage are converted."""
+    """Tell `Float16Module` the position of a stage.
+
+    `Float16Module` converts only the inputs of the first stage and the outputs of the last stage.
+    """
     for module in model.modules():
         if isinstance(module, Float16Module):
             module.pg_collection = copy.copy(module.pg_collection)

@@ -1,6 +1,7 @@
-"""Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
+"""Hierarchical SGD for megatron-core: each replica steps on its own gradients; replicas average their parameters.
 
-In mixed precision, the fp32 parameters of the optimizer are averaged, and the model's parameters are their copies.
+In mixed precision, the optimizer's fp32 parameters are averaged, and the averages are then copied to the model's
+parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ReplicaAveraging:
         optimizer: the optimizer that `get_megatron_optimizer` has made.
         chunks: this rank's model chunks, wrapped in DDP.
         averaged_at: the last iteration after which all replicas had the same parameters.
-        changed: called when parameters or moments have been averaged.
+        changed: function that is called when parameters or moments have been averaged.
 
     Raises:
         ValueError: a part of the optimizer is of a class whose parameters cannot be averaged.
@@ -86,7 +87,7 @@ class ReplicaAveraging:
             self.changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
-        """If replicas step on their own gradients in the next iteration, reduce gradients only within this replica."""
+        """If the next iteration's step uses each replica's own gradients, reduce gradients only within this replica."""
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True
@@ -128,7 +129,7 @@ def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dis
 
 @torch.no_grad()
 def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
-    """Copy tied embeddings from the first stage to the last, because the copies were averaged in different orders."""
+    """Copy tied embeddings from the first stage to the last, because the averages of the two may differ in rounding."""
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied

@@ -47,13 +47,14 @@ from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validatio
 class ForwardBackward:
     """Runs forward and backward of all microbatches of a step with the schedules of a plan.
 
-    Schedules are generated, lowered and validated once for each number of microbatches, and kept for later steps. The
-    process groups of the channels are created when the first step or evaluation begins.
+    For each number of microbatches, a schedule is generated, completed by its communication operations and validated
+    once, and is kept for later steps. The process groups of the channels are created when the first step or evaluation
+    begins.
 
     Args:
         connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.
         planning: options for profiling the run and planning again from measured costs; None keeps the plan.
-        report: called on every rank with each decision of the planner during the run.
+        report: function that is called on every rank with each decision of the planner during the run.
         post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
         orders_microbatches: whether microbatches of different sizes run in an order that is planned for their sizes
@@ -195,7 +196,11 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Validate the last optimizer step and adopt the next plan if needed, and open this rank's connections."""
+        """Prepare one call of the forward-backward function.
+
+        If necessary, the last optimizer step is validated, the next plan is adopted, and this rank's connections are
+        opened.
+        """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
         if call.forward_only or (self._post_validation is not None and self._post_validation.waits):

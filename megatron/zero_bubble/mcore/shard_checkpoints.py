@@ -28,11 +28,11 @@ FP32_COPIES = "fp32_from_fp16_params"
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's `sharded_state_dict`, with the fp32 copies in a dictionary by number of the group.
+    """Return the optimizer's `sharded_state_dict`, with the parameters' fp32 copies in a dictionary and not in a list.
 
-    megatron-core's own `sharded_state_dict` has the fp32 copies in a list of parameter groups. In a list, a group
-    without parameters on this rank, such as the group of biases in a stage without layers, would change the positions
-    of the other groups.
+    The keys of this dictionary are the numbers of the parameter groups. megatron-core's own `sharded_state_dict` has
+    the fp32 copies in a list of parameter groups. In a list, a group without parameters on this rank, such as the group
+    of biases in a stage without layers, would change the positions of the other groups.
     """
     # megatron-core matches parameters by the ids of local tensors, but `to_local` creates a new tensor in each call.
     with replaced(matching, "to_local_if_dtensor", _local_tensor):
@@ -58,7 +58,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
-    """Return the part of a checkpoint that saves this replica's rows of a gated weight or bias at the right places.
+    """Return a copy of the factory `part` for saving a replica's rows of a gated weight or bias at the right places.
 
     megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were the whole
     tensor of a tensor-parallel rank.
@@ -96,8 +96,8 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
     divides the rows of a tensor-parallel rank among this rank's replicas.
 
     Returns:
-        The indices of the replica's pieces of the unsharded weight, and the total number of pieces. The pieces are
-        ranges of consecutive rows, all of the same length. Index 0 is the piece with the first rows.
+        The indices of the pieces of the unsharded weight that the replica holds, and the total number of pieces. The
+        pieces are ranges of consecutive rows, all of the same length. Index 0 is the piece with the first rows.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
@@ -107,13 +107,13 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
 
 
 def shards_of(chunk: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded `tensors` of the chunk, with the tensors of sharded parameters as shards."""
+    """Return the loaded `tensors` of the chunk; convert the tensors of sharded parameters to DTensors."""
     parameters = dict(chunk.named_parameters())
     return {name: shard_like(parameters.get(name), tensor) for name, tensor in tensors.items()}
 
 
 def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the loaded `state` of a part of the optimizer, with the states of sharded parameters as shards.
+    """Return the loaded `state` of the optimizer `part`; convert the states of sharded parameters to DTensors.
 
     Args:
         part: a megatron-core optimizer that is not a distributed optimizer, in fp32 or with fp32 copies of the
@@ -136,7 +136,7 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(parameter: Any, value: Any) -> Any:
-    """Return the loaded local tensor `value` as a shard if its `parameter` is sharded, else `value` itself."""
+    """Return the loaded local tensor `value`, converted to a DTensor if `parameter` is sharded."""
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Lets megatron-core be imported without triton, the compiler of GPU kernels, which torch for CPUs does not install.
+"""Lets megatron-core be imported without triton; torch for CPUs does not install this compiler of GPU kernels.
 
 The packages `mcore` and `trainer` call `stand_in_for_triton()` when one of their modules is imported.
 """

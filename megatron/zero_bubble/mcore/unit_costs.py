@@ -50,10 +50,10 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit of the model at the same time. Each cost is the median over ranks, because ranks differ
-    only by noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. For a layer,
-    `time_r` is the time of the layer's full recomputation, and `memory_r` is the memory that the recomputation
-    restores. At the end, `measure_model` restores the random states.
+    All ranks measure every unit of the model at the same time. Each cost is the median over ranks, because the
+    measurements of different ranks differ only by noise, and the slowest rank has the most noise. Times are in
+    milliseconds, memory in bytes. For a layer, `time_r` is the time of the layer's full recomputation, and `memory_r`
+    is the memory that the recomputation restores. At the end, `measure_model` restores the random states.
 
     Args:
         kinds: for each layer of the model, the number of the layer's kind. Layers of one kind have the same costs. For

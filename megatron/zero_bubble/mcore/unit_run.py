@@ -61,7 +61,7 @@ def clear_losses() -> None:
 
 
 def _with_a_pair(placement: Placement, own: int) -> Schedule:
-    """Return a schedule of two microbatches: rank `own` runs one F and one B singly, and one F and one B as a pair."""
+    """Return a schedule of two microbatches; only rank `own` runs one F and one B as a pair, which is one operation."""
     f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
     weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
     paired = (*f, Op(OpKind.PB, 0), b[1], *weights)

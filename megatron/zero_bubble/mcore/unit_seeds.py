@@ -55,8 +55,8 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     """Inside the `with` block, which builds one model, let each unit of the model draw its weights from its own seed.
 
     Args:
-        first_layer: number of layers in earlier stages, if the model is a single stage that numbers its own layers from
-            1.
+        first_layer: number of layers in the stages before the built model, if the built model numbers its own layers
+            from 1.
     """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
@@ -88,7 +88,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Return a context that seeds the construction of each `owner` object that is not inside another unit."""
+        """Return a context that seeds the construction of each `owner` object outside of other units of the model."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -111,7 +111,10 @@ class _Construction:
 
 
 def _layer_number(call: dict[str, Any]) -> int:
-    """Return a layer's number in the whole model; the constructor's argument may be the layer's number in the stage."""
+    """Return the number in the whole model of a layer that is constructed with the arguments `call`.
+
+    The argument `layer_number` may be the layer's number in the stage.
+    """
     if not call.get("add_layer_offset", True):
         return call["layer_number"]
     groups = call["pg_collection"]
@@ -127,8 +130,8 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     and the unit. A model without dropout stays unchanged.
 
     Args:
-        chunks: this rank's models, wrapped or not.
-        iteration: returns the number of the running iteration.
+        chunks: this rank's model chunks, with or without wrappers such as DDP.
+        iteration: function that returns the number of the running iteration.
 
     Raises:
         ValueError: a class other than megatron-core's own tracks the random states.
@@ -204,6 +207,6 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a seed of 63 bits, a hash of the numbers; different numbers almost surely have different seeds."""
+    """Return a seed of 63 bits, a hash of `numbers`; different `numbers` almost surely have different seeds."""
     digest = blake2b(repr([*map(int, numbers)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule import OpKind
 
 @dataclass
 class Microbatch:
-    """The results that operations on a vocabulary shard pass to each other for one microbatch.
+    """The intermediate results of one microbatch that operations on a vocabulary shard pass to each other.
 
     In shapes, n is the number of tokens, batch times sequence; the tokens are in the order [sequence, batch].
     """

@@ -7,7 +7,7 @@ stage ends with the hidden states.
 
 With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
 p * t shards in all. The rows of the vocabulary that megatron-core would give to one tensor rank are thus divided among
-the p pipeline ranks with this tensor rank.
+the p pipeline ranks that have this tensor rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VocabularyShard(torch.nn.Module):
     Args:
         embedding: the rows of the embedding.
         output: the rows of the output layer; the same object as `embedding` if the weights are tied.
-        index: number of this shard in the vocabulary.
+        index: number of this shard among all shards of the vocabulary.
         count: number of shards.
     """
 
@@ -60,14 +60,14 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Clear the sums of gradients that are kept in buffers other than `main_grad`."""
+        """Clear the sums of gradients, except the sums in `main_grad`."""
         for weight in self.weights:
             weight.forget_gradient()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the shard's rows for a checkpoint.
+        """Return the shard's rows of the embedding and of the output layer, for a checkpoint.
 
         In the checkpoint, the rows are parts of the same tensors that megatron-core's own embedding and output layer
         save and load.
@@ -94,8 +94,8 @@ class SummedEmbedding(torch.nn.Module):
     """Replaces a `VocabParallelEmbedding`; returns the sum over tensor ranks of embeddings that E has looked up.
 
     Attributes:
-        looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
-            rank's vocabulary; zeros for other tokens.
+        looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens, with zeros for tokens that
+            are not in this tensor rank's part of the vocabulary.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -139,7 +139,7 @@ Replacement = TypeVar("Replacement", SummedEmbedding, HiddenOutput)
 
 
 class _Weight(NamedTuple):
-    """Shape, type and attributes of one rank's weight, which are sent to all ranks."""
+    """Shape, type and attributes of a weight; the rank that has the weight sends this description to all ranks."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -194,7 +194,7 @@ def vocabulary_shard_of(chunks: Sequence[torch.nn.Module]) -> VocabularyShard | 
 
 
 def replacement(kind: type[Replacement], chunks: Sequence[torch.nn.Module]) -> Replacement | None:
-    """Return the module of the class `kind`, which replaces a layer, or None if this rank has no such module."""
+    """Return this rank's replacement module of the class `kind`, or None if this rank has no such module."""
     return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
 
 
@@ -235,7 +235,7 @@ def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, 
 
 
 def _describe(weight: torch.Tensor) -> _Weight:
-    """Describe a weight, with the attributes that megatron-core sets on it; leave out the marks of tied weights."""
+    """Describe a weight and its attributes from megatron-core, except the attributes that mark the weight as tied."""
     attributes: Mapping[str, Any] = vars(weight)
     plain = {
         name: value

@@ -34,7 +34,7 @@ class VocabularyRun:
         lane: the CUDA stream or thread in which the collectives run, beside the computation.
         first_rank: pipeline rank of the first stage.
         last_rank: pipeline rank of the last stage.
-        tensor_group: the tensor-parallel group, for gathers that run in the computation and not in the lane.
+        tensor_group: the tensor-parallel group of gathers that are part of the computation and run outside of `lane`.
         is_sequence_parallel: whether each tensor-parallel rank has a part of the sequence between layers.
         is_fused: whether gradients of the output layer are added straight into `main_grad` (apex).
         embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.
@@ -134,7 +134,7 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the shards' process groups, so that other ranks' collectives fail; this rank must run no collective."""
+        """Leave the shards' process groups while this rank runs no collective; other ranks' collectives then fail."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()
@@ -150,7 +150,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return a stand-in for the collectives `real` that uses zeros or this rank's tensors, and does not communicate."""
+    """Return collectives that stand in for `real`: they do not communicate, and use zeros or this rank's tensors."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

@@ -93,7 +93,7 @@ class ShardSoftmax:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of this softmax that are not None."""
+        """Total bytes of the tensors of this softmax; fields that are None count as 0 bytes."""
         tensors = (self.statistics, self.rows, self.is_own, self.difference, self.product, self.label_weights)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -152,7 +152,7 @@ def softmax(
 
 
 def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every token, and one shard's share alpha_d of the softmax's sum, both [n].
+    """Return the loss of every token, and one shard's share alpha_d of the softmax's sum, each as an [n] tensor.
 
     Sums over shards are taken in the order of shards, so that all ranks get the same bits.
 
@@ -178,8 +178,9 @@ def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Ten
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to the token's row, if this shard has the row. The sums are bitwise
-    reproducible.
+    """Add the gradient of every token's embedding to the token's row, if this shard has the row.
+
+    The sums of embedding gradients are bitwise reproducible.
 
     Args:
         total: [rows of the shard, hidden], the sums of gradients, any floating type.
@@ -192,10 +193,11 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
 
 
 class ShardWeight(torch.nn.Module):
-    """A parameter with one shard's rows. Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks.
+    """A parameter that holds the rows of one vocabulary shard.
 
-    The gradient is added up in `main_grad` if DDP has created a `main_grad`, else in `weight.grad`. DDP's own hook is
-    called, as for W (see `weight_grad.py`), once the gradients of all microbatches are added.
+    Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks. The gradient is added up in `main_grad`
+    if DDP has created a `main_grad`, else in `weight.grad`. Once the gradients of all microbatches are added, DDP's own
+    hook is called, in the same way as W calls DDP's hook (see `weight_grad.py`).
 
     Args:
         values: [rows, hidden], the weights, which are copied.
@@ -224,11 +226,11 @@ class ShardWeight(torch.nn.Module):
         return self.weight
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Take the hook by which DDP counts the gradient as ready; DDP calls this method."""
+        """Store DDP's hook, which counts the gradient as ready; DDP passes the hook to this method."""
         self._hook = hook
 
     def add_output_gradient(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, *, is_fused: bool) -> None:
-        """Add the gradient of the output layer for one microbatch.
+        """Add one microbatch's gradient of the output layer to the sum of gradients.
 
         Args:
             logits_gradient: [n, rows].
@@ -241,15 +243,15 @@ class ShardWeight(torch.nn.Module):
             self._total().add_(logits_gradient.t().matmul(hidden))
 
     def add_embedding_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient of the embedding for one microbatch, token by token in fp32."""
+        """Add one microbatch's gradient of the embedding to the sum of gradients, token by token in fp32."""
         add_embedding_gradient(self._sum_of_embedding(), self.rows, tokens, gradient)
 
     def _sum_of_embedding(self) -> torch.Tensor:
         """Return the tensor in which the gradients of the embedding are added up.
 
-        Tied weights have a separate buffer for embedding gradients, because schedules interleave gradients of embedding
-        and output layer differently, and bits must not depend on the schedule. If `main_grad` has 16 bits, the
-        embedding gradients of untied weights also have a separate buffer, in fp32.
+        Tied weights have a separate buffer for embedding gradients. Schedules interleave gradients of embedding and
+        output layer differently, so with a single buffer the sum would depend bitwise on the schedule. If `main_grad`
+        has 16 bits, the embedding gradients of untied weights also have a separate buffer, in fp32.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
@@ -282,5 +284,5 @@ class ShardWeight(torch.nn.Module):
             self._hook()
 
     def forget_gradient(self) -> None:
-        """Drop the separate sum of the embedding's gradients, for a new step; `main_grad` keeps its gradients."""
+        """Drop the separate sum of embedding gradients before a new step, and leave `main_grad` unchanged."""
         self.embedding_sum, self._num_complete = None, 0

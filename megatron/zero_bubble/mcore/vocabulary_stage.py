@@ -52,7 +52,7 @@ class VocabularyStep:
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
-        """Drop the results of all microbatches, before their forwards run again; no collective may be under way."""
+        """Drop the results of all microbatches, before the forwards run again; no collective may be running."""
         self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
@@ -146,7 +146,7 @@ class VocabularyStep:
     def forward_last_stage(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Run the forward step of the last stage, and keep the step's loss function for the loss operation L."""
+        """Run the forward step of the last stage, and keep the returned loss function for the loss operation L."""
         call = record_call(forward_step, data_iterator, model)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)

@@ -1,9 +1,9 @@
 """Runs F, B and W of every stage once before the first step, because first uses of kernels could make a step hang.
 
 On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait until the
-device has finished all work. In a step, a device's work includes receives that are posted ahead and end only when their
-messages arrive. If the sender of an awaited message in turn waits for this rank, the pipeline hangs. Before the first
-step, no receives are posted, so that nothing can hang. The warm-up restores all state that it changes.
+device has finished all work. In a step, the device's work includes receives that are posted in advance; such a receive
+ends only when its message arrives. If the sender of an awaited message in turn waits for this rank, the pipeline hangs.
+Before the first step, no receives are posted, so that nothing can hang. The warm-up restores all state that it changes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
     """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step, and leaves the gradients at zero. The first step reads the
-    data of the warm-up again. With fp8, the warm-up only creates communicators, because fp8 scaling remembers every
-    forward. With varying message shapes, the warm-up only creates communicators, because a stage learns the shapes from
-    the previous stage.
+    data of the warm-up again. With fp8, the warm-up only creates communicators, because every forward changes the state
+    of fp8 scaling. With varying message shapes, the warm-up only creates communicators, because a stage learns the
+    shapes from the previous stage.
     """
     _make_communicators(stage.call.groups, stage.device)
     chunks: list[Any] = stage.call.chunks

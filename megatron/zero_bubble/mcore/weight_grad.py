@@ -1,9 +1,9 @@
 """Computes W, the deferred weight gradients, for megatron-core's linear layers and hands these gradients to DDP.
 
 W ends by calling a hook of megatron-core's DDP, which adds `param.grad` to `main_grad` and starts the reduction of a
-bucket once the bucket is complete. DDP's hook adds weight gradients in the same order as with autograd. DDP gives
-its hook to modules that have `register_wgrad_accumulation_and_reduce_hooks`, if the config of DDP sets
-`delay_wgrad_compute`.
+bucket once the bucket is complete. DDP's hook adds weight gradients in the same order as with autograd. If the config
+of DDP sets `delay_wgrad_compute`, DDP passes its hook to every module that has the method
+`register_wgrad_accumulation_and_reduce_hooks`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the `MicrobatchSum` of the current microbatch, which expects one more term from W after the call."""
+        """Return the current microbatch's `MicrobatchSum`; each call lets the sum wait for one more term."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
