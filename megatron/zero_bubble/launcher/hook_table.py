@@ -36,7 +36,7 @@ _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:L
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks, and holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another loop."""
+    """Makes the launcher's hooks; holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another training loop."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -204,7 +204,7 @@ class ScriptHooks:
 
     @property
     def script_run(self) -> Run:
-        """The run of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
+        """The `Run` of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
         assert isinstance(self._run, Run)
         return self._run
 
