@@ -94,7 +94,7 @@ def help_text() -> str:
 
 
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
-    """Return the script's arguments; if the schedule has several model chunks per rank, add the flag for their number.
+    """Return the script's arguments; if the schedule has several model chunks per rank, add a flag with their number.
 
     The flag for the number of model chunks is not added if the script's arguments give this number, a layout or a layer
     pattern.

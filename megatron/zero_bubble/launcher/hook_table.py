@@ -88,7 +88,7 @@ class ScriptHooks:
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """Yield the hooks that build the stages of the layout."""
+        """Yield the hooks by which a script builds the model stages of the chosen layout."""
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
@@ -257,7 +257,7 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`."""
+    """Yield the hooks that, besides `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA."""
 
     from megatron.core import datasets
 

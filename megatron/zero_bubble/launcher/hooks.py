@@ -146,7 +146,7 @@ def _make_replacement(hook: Hook, target: Target) -> Function:
 
 
 def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
-    """For each (target, old, new) of `changes`, replace `old` by `new` in the target and in importing modules."""
+    """For each (target, old, new), replace `old` by `new` in the target and in modules that import `old`."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
         is_static = isinstance(inspect.getattr_static(target.owner, target.attribute), staticmethod)

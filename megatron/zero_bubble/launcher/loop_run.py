@@ -47,7 +47,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
+    """Runs the training steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
 
     A training loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
@@ -124,7 +124,7 @@ class LoopRun:
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Return a function that runs a model under the model's schedule, in place of megatron-core's function."""
+        """Return a forward-backward function that runs a model under its schedule, in place of megatron-core's."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:

@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` changes nothing.
+        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` does not change stages.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.

@@ -54,7 +54,8 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
     layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets two of the script's arguments
     before `validate_args` runs. The hook sets the layout to the most even layout, and the number of model chunks to
-    None. If zero bubble chooses the layout, the hook gives both arguments their previous values after `validate_args`.
+    None. If zero bubble chooses the layout, the hook gives the layout and the number of model chunks their previous
+    values after `validate_args`.
     """
     script = call["args"]
     with users_mistakes():

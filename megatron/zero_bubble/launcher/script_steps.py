@@ -71,7 +71,7 @@ class ScriptPostValidation:
         return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
 
     def _is_logged(self) -> bool:
-        """Whether the script logs the gradient norm of this iteration, or this iteration is the last one."""
+        """Whether the script logs the gradient norm of this iteration, or this iteration is the last iteration."""
         script = self._script
         iteration = script.curr_iteration + 1
         writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
@@ -82,7 +82,7 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Zero the gradients, unless the last step is not validated yet; its validation will zero the gradients."""
+        """Zero the gradients, unless the last step is not validated yet; the validation will zero the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None

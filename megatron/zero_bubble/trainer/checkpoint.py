@@ -206,7 +206,7 @@ class Checkpointer:
 
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
-    """Return the state of the learning-rate scheduler, extended by the separate rates of embedding and output layer."""
+    """Return the learning-rate scheduler's state, with the separate learning rates of embedding and output layer."""
     return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 

@@ -3,9 +3,9 @@
 The trainer writes a checkpoint to `iter_0000100.incomplete/`. When every file of the checkpoint is on the disk, the
 trainer removes `.incomplete` from the folder's name, and then replaces the tracker file
 `latest_checkpointed_iteration.txt`. Both the renaming of the checkpoint's folder and the replacement of the tracker
-file are atomic. A killed process, a crash or a full disk can leave an incomplete checkpoint. The name of its folder
-still ends with `.incomplete`, and the tracker file does not name the checkpoint. The trainer never loads an incomplete
-checkpoint.
+file are atomic. A killed process, a crash or a full disk can leave an incomplete checkpoint. The folder name of an
+incomplete checkpoint still ends with `.incomplete`, and the tracker file does not name this checkpoint. The trainer
+never loads an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
         needed: keys that the checkpoint's part common to all ranks must contain.
 
     Raises:
-        CheckpointError: a file is missing, truncated or of another format, or the part common to all ranks lacks a key
-            of `needed`.
+        CheckpointError: a file is missing, truncated or of another format, or the checkpoint's part common to all ranks
+            lacks a key of `needed`.
     """
     check_config(folder)
     description = read_metadata(folder)

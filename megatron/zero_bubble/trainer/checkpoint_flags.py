@@ -73,7 +73,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _layers(args: Any) -> str | None:
-    """Return the layer symbols of a hybrid model without the separators of stages; None for a GPT model."""
+    """Return the layer symbols of a hybrid model without the separators between stages; None for a GPT model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 

@@ -1,4 +1,4 @@
-"""Completes the flags with defaults and refuses flags that cannot work, before any process group exists.
+"""Completes the flags with defaults and refuses invalid flags, before any process group exists.
 
 From the same command line, every rank gets the same complete flags or the same error. Each error message is one line
 that names the flag, its value and a remedy.

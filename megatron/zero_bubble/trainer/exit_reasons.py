@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason, equal on all ranks, to stop training after `iteration`, or None; a collective call."""
+        """Return the reason to stop training after `iteration`, or None; a collective call with equal results."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
@@ -70,7 +70,7 @@ class ExitReasons:
         return self._voted(waits=False)
 
     def _voted(self, *, waits: bool) -> str | None:
-        """Begin a vote of all ranks; return this vote's reason to stop if `waits`, else the previous vote's."""
+        """Begin a vote of all ranks; return the result of this vote if `waits`, else of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())

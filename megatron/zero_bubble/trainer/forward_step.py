@@ -63,7 +63,7 @@ def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
-    """Return the mean loss of a token over all ranks in `group`; None on a rank without the last stage."""
+    """Return the mean loss per token over all ranks in `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

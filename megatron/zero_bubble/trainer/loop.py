@@ -46,7 +46,7 @@ class Trainer:
     With post-validation, the result of an iteration becomes known, and is logged, during the next iteration.
 
     Args:
-        session: the started session, which runs the steps.
+        session: the started session, which runs the training steps.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Trainer:
         )
 
     def _log_unlogged(self) -> None:
-        """Log the last complete iteration, unless it is logged already; a collective call."""
+        """Log the last complete iteration, unless this iteration is logged already; a collective call."""
         if self._unlogged is None:
             return
         result, self._unlogged = self._unlogged, None
@@ -230,7 +230,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Validate and log the last optimizer step unless this is done; parameters may be read only afterwards."""
+        """Validate and log the last optimizer step, if this is not done yet; parameters may be read only afterwards."""
         self._session.settle()
         self._log_unlogged()
 

@@ -106,7 +106,7 @@ class UnitCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """Parameters, floating-point operations and activations of every unit of a model, on one rank with the unit."""
+    """Parameters, floating-point operations and activations of every unit of a model, on a rank that has the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]

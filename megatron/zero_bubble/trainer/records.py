@@ -54,7 +54,7 @@ class NumericsLog:
         self._on_log_rank(lambda: self._drop_lines_after(iteration))
 
     def _on_log_rank(self, write: Callable[[], None]) -> None:
-        """Run `write` on the rank that writes the file; a collective call.
+        """Run `write` on the rank that writes the file of `--log-numerics`; a collective call.
 
         Raises:
             SessionError: on all ranks, if the file cannot be written.

@@ -194,7 +194,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Return the text of `eos_token` in the folder's tokenizer_config.json; None if the file has no `eos_token`."""
+    """Return the text of `eos_token` in the folder's tokenizer_config.json; None without the file or the entry."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
