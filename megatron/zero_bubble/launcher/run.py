@@ -224,7 +224,7 @@ class Run:
         return call.proceed()
 
     def _write_plan(self, report: Report) -> None:
-        """Write a plan to the script's TensorBoard and Weights & Biases, which only one rank opens."""
+        """Write a plan to TensorBoard and Weights & Biases on the rank on which the script has opened their writers."""
         write_plan(report, self.session.iteration, *_writers())
 
     @property

@@ -123,7 +123,7 @@ def sample_indices(
 def build_data_iterator(
     dataset: Dataset | None, args: Arguments, consumed_samples: int, rank: int, num_ranks: int
 ) -> MicrobatchIterator | None:
-    """Return an iterator over the microbatches of the data-parallel rank `rank` after `consumed_samples` samples.
+    """Return an iterator over a data-parallel rank's microbatches after the first `consumed_samples` samples.
 
     Each model chunk that reads data needs a separate iterator. The iterator yields CPU tensors of shape
     [micro_batch_size, seq_length], or shorter tensors with `variable_seq_lengths`.
