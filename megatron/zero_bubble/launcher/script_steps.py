@@ -152,7 +152,7 @@ class ScriptReplicas:
         return self._session.replicas.is_local
 
     def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the mean losses of this replica's microbatches, in a form that Megatron-LM does not reduce over replicas.
+        """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
 
         Args:
             losses: for each microbatch, a dictionary from the name of each loss to the loss's sum and number of tokens;
