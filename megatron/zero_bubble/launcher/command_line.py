@@ -57,7 +57,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Split `argv` into the launcher's flags, the script and the script's arguments in their order.
+    """Split `argv` into the launcher's flags, the script and the script's arguments in their original order.
 
     Raises:
         SessionError: there is no script, or a launcher flag is unknown or wrong.
@@ -94,9 +94,10 @@ def help_text() -> str:
 
 
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
-    """Return the script's arguments, with a flag for the number of model chunks a rank if the schedule has several.
+    """Return the script's arguments; if the schedule has several model chunks per rank, add a flag with their number.
 
-    The flag is left out if the script's arguments give a number of chunks, a layout or a layer pattern.
+    The flag for the number of model chunks is not added if the script's arguments give this number, a layout or a layer
+    pattern.
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")

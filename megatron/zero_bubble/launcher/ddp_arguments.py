@@ -32,14 +32,14 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 
 
 def defer_in_ddp(call: Call, **more: bool) -> None:
-    """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
+    """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls the DDP hooks that reduce gradients.
 
     The changed copy of DDP's configuration is not checked again, because the check would refuse a bucket size that
     megatron-core has computed from `num_buckets`.
 
     Args:
         call: the call of DDP's constructor.
-        more: further settings of `ddp_config`.
+        more: further fields of `ddp_config` to set, with their values.
     """
     call["ddp_config"] = config = copy.copy(call["ddp_config"])
     vars(config).update(delay_wgrad_compute=True, **more)

@@ -36,7 +36,7 @@ _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:L
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks, and holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another loop."""
+    """Makes the launcher's hooks; holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another training loop."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -88,7 +88,7 @@ class ScriptHooks:
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """Yield the hooks that build the stages of the layout."""
+        """Yield the hooks by which a script builds the model stages of the chosen layout."""
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
@@ -204,7 +204,7 @@ class ScriptHooks:
 
     @property
     def script_run(self) -> Run:
-        """The run of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
+        """The `Run` of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
         assert isinstance(self._run, Run)
         return self._run
 
@@ -257,7 +257,7 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`."""
+    """Yield the hooks that, besides `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA."""
 
     from megatron.core import datasets
 

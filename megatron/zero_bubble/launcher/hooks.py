@@ -62,7 +62,7 @@ class Needed:
         return self.signature.partition("(")[0].replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Return whether the function exists in megatron-core `version`, with or without Megatron-LM's trainer."""
+        """Return whether the function exists in megatron-core `version` or, if `has_trainer`, in Megatron-LM."""
         if self.signature.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -91,7 +91,7 @@ class Target:
 
 
 class InstalledHooks:
-    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
+    """Until `restore()` is called, replaces functions by hooks, also in modules that imported the functions by name.
 
     The constructor checks all functions before the constructor replaces the first function.
 
@@ -146,7 +146,7 @@ def _make_replacement(hook: Hook, target: Target) -> Function:
 
 
 def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
-    """Replace functions where they are defined and where they were imported; each change is (target, old, new)."""
+    """For each (target, old, new), replace `old` by `new` in the target and in modules that import `old`."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
         is_static = isinstance(inspect.getattr_static(target.owner, target.attribute), staticmethod)

@@ -96,7 +96,7 @@ def supported_version() -> str:
 def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
     """Train in this process with a zero-bubble schedule.
 
-    Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
+    Every rank must call `enable` before Megatron-LM's `pretrain` or, without `pretrain`, before the model is built.
 
     Args:
         schedule: name of the schedule, as for `--zero-bubble-schedule`; None to plan a schedule, as with

@@ -32,7 +32,7 @@ _NEED_MEGATRON_LM = {
 
 @dataclass
 class _Model:
-    """A model that the loop builds: its chunks on this rank, and the session that runs its steps."""
+    """A model that a training loop builds: its chunks on this rank, and the session that runs its training steps."""
 
     session: Session
     flags: JobFlags
@@ -42,14 +42,14 @@ class _Model:
     """The model's chunks on this rank, wrapped in DDP."""
 
     def shard(self) -> None:
-        """Spread the vocabulary over the ranks if the layout has vocabulary shards; a second call does nothing."""
+        """Shard the vocabulary over the pipeline ranks if the layout has vocabulary shards; later calls do nothing."""
         self.session.shard(self.built, self.vocab_size)
 
 
 class LoopRun:
-    """Runs the steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
+    """Runs the training steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
 
-    A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
+    A training loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
     """
 
@@ -69,7 +69,7 @@ class LoopRun:
         return [model.session for model in self._models]
 
     def build_chunk(self, call: Call) -> None:
-        """Check and adapt a model's configuration in a call of the model's constructor, and build the chunk.
+        """Check and adapt the configuration that a model's constructor gets, and build the model chunk.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -104,7 +104,7 @@ class LoopRun:
         return _Model(session, flags, call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Split the backward of a chunk's linear layers into B and W in a call of DDP's constructor."""
+        """When DDP's constructor is called, split the backward of the chunk's linear layers into B and W."""
         inner = unwrap_model(call["module"])
         model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
         if model is not None:
@@ -117,14 +117,14 @@ class LoopRun:
             model.chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Shard the vocabulary in a call of `compute_full_param_layout`, before DDP's buffers are laid out."""
+        """When `compute_full_param_layout` is called, shard the vocabulary before DDP's buffers are laid out."""
         with users_mistakes():
             for model in self._models:
                 shard_before_layout(call, model.built, model.shard)
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Return a function that runs a model under its schedule, as the result of `get_forward_backward_func`."""
+        """Return a forward-backward function that runs a model under its schedule, in place of megatron-core's."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -170,7 +170,7 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
 
 
 def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
-    """Return the job's flags, from a model's configuration, the sizes of process groups and the launcher's flags."""
+    """Make the job's flags from a model's configuration, the sizes of process groups and the launcher's flags."""
     num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
     data_parallel_size = parallel_state.get_data_parallel_world_size()
     return flags_of(

@@ -35,10 +35,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 def prepare_path(script: Path) -> None:
     """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
-    Python puts a script's folder first on `sys.path`, but `-m` puts the working directory first. Python merges a
+    Python puts a script's folder first on `sys.path`, but `python -m` puts the working directory first. Python merges a
     namespace package `megatron` in the script's folder with this project's `megatron`. If the script's folder has a
     package `megatron` with an `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder
-    is added to its `__path__`.
+    is added to the `__path__` of that package.
     """
     sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)
@@ -62,7 +62,7 @@ def _adopt(spec: ModuleSpec) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script that `argv` names; after a user's mistake, print one line and return status 2 on every rank."""
+    """Run the script in `argv`; after a user's mistake, print a one-line error, and return status 2 on every rank."""
     return run_program(PROGRAM, lambda: _launch(argv), SessionError)
 
 

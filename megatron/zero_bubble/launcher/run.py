@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` changes nothing.
+        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` does not change stages.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -81,7 +81,7 @@ class Run:
         return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
-        """Make the schedules in a call of `initialize_model_parallel`, and then the process groups for the schedules.
+        """When `initialize_model_parallel` is called, make the schedules, then the process groups for the schedules.
 
         Raises:
             SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
@@ -93,7 +93,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Choose the layout, unless flags give a layout, in a call of `setup_model_and_optimizer`; build the model."""
+        """When `setup_model_and_optimizer` is called, choose the layout unless flags give it, and build the model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -109,7 +109,7 @@ class Run:
             self.stages = self._placed()
 
     def build_chunk(self, call: Call) -> None:
-        """Check a model's configuration in a call of the model's constructor, and build the chunk of a stage.
+        """Check the configuration that a model's constructor gets, and build the model chunk with its stage's layers.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -127,13 +127,13 @@ class Run:
         self.stages.finish(self._built)
 
     def select_layers(self, call: Call) -> Any:
-        """Return a chunk's layers, and the number of earlier layers, as the result of `select_pipeline_segment`."""
+        """Return a chunk's layer symbols and the number of layers before the chunk, like `select_pipeline_segment`."""
         if self.units.is_building:
             return list(call["main_pattern"]), 0
         return self.stages.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Split the backward of a chunk's linear layers into B and W in a call of DDP's constructor.
+        """When DDP's constructor is called, split the backward of the chunk's linear layers into B and W.
 
         A script builds all its model chunks before it wraps the first chunk in DDP.
         """
@@ -149,18 +149,18 @@ class Run:
         self._chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Shard the vocabulary in a call of `compute_full_param_layout`, before DDP's buffers are laid out."""
+        """When `compute_full_param_layout` is called, shard the vocabulary before DDP's buffers are laid out."""
         if not self.units.is_building:
             with users_mistakes():
                 shard_before_layout(call, self._built, self._shard)
         return call.proceed()
 
     def _shard(self) -> None:
-        """Spread the vocabulary over the ranks if the layout has vocabulary shards; a second call does nothing."""
+        """Shard the vocabulary over the pipeline ranks if the layout has vocabulary shards; later calls do nothing."""
         self.session.shard(self._built, self._script.padded_vocab_size)
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Return a function that runs the schedule, as the result of `get_forward_backward_func`."""
+        """Return the function that runs the schedule, in place of megatron-core's forward-backward function."""
         return self.forward_backward
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
@@ -187,7 +187,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Let `optimizer.step()` take the step unless the schedule has taken the step; then average the replicas."""
+        """Take the optimizer step unless the schedule has taken it; then average the replicas if an average is due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -196,7 +196,7 @@ class Run:
         return outcome
 
     def save(self, call: Call) -> Any:
-        """Validate the last optimizer step and average the replicas' state before a call of `save_checkpoint`."""
+        """Before `save_checkpoint`, validate the last step and average the replicas' weights and optimizer states."""
         self.session.settle()
         self.replicas.average_before_saving()
         return call.proceed()
@@ -213,7 +213,7 @@ class Run:
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, call: Call) -> Any:
-        """Append the share of idle time to the log line in a call of `print_rank_last`; a collective call."""
+        """When `print_rank_last` prints a training log line, append the share of idle time; a collective call."""
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
         if match is not None and run is not None and self.session.num_steps > 0:
             prediction = run.prediction(self.session.num_microbatches)
@@ -224,12 +224,12 @@ class Run:
         return call.proceed()
 
     def _write_plan(self, report: Report) -> None:
-        """Write a plan to the script's TensorBoard and Weights & Biases, which only one rank opens."""
+        """Write a plan to TensorBoard and Weights & Biases on the rank on which the script has opened their writers."""
         write_plan(report, self.session.iteration, *_writers())
 
     @property
     def had_nothing_to_train(self) -> bool:
-        """Whether no iteration is left to train, because of the script's own flags or a finished checkpoint."""
+        """Whether no iteration is left to train: training is skipped, or the checkpoint is of the last iteration."""
         done, last = getattr(self._script, "iteration", 0), getattr(self._script, "train_iters", None)
         return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
 

@@ -1,4 +1,4 @@
-"""Chooses the layout of a script's model before the script builds it, and makes the script build the chosen layout."""
+"""Chooses the layout of a script's model before the model is built, and makes the script build the chosen layout."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
-    """Refuse unsupported settings in a call of `validate_args`, and allow uneven stages.
+    """When `validate_args` is called, refuse unsupported arguments, and allow stages with unequal numbers of layers.
 
-    Uneven stages are allowed if zero bubble chooses the layout, or with `--allow-padding-num-layers`.
+    Stages with unequal numbers of layers are allowed if zero bubble chooses the layout, or with
+    `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
-    layout. If Megatron-LM would refuse uneven stages that zero bubble allows, the hook changes two of the script's
-    arguments before `validate_args` runs: the layout becomes the most even layout, and the number of chunks becomes
-    None. If zero bubble chooses the layout, the hook restores the layout and the number of chunks after
-    `validate_args`.
+    layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets two of the script's arguments
+    before `validate_args` runs. The hook sets the layout to the most even layout, and the number of model chunks to
+    None. If zero bubble chooses the layout, the hook gives the layout and the number of model chunks their previous
+    values after `validate_args`.
     """
     script = call["args"]
     with users_mistakes():
@@ -77,7 +78,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """Return the most even layout; None if the layers divide evenly, or if uneven stages are given or not allowed."""
+    """Return the most even layout; None if Megatron-LM's layout is even, is given by flags, or must be kept."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -90,7 +91,7 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
 
 @users_mistakes()
 def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup: Call) -> bool:
-    """Choose the parts of the layout that the flags leave open, before `setup` builds the model; a collective call.
+    """Choose each setting of the layout that the flags leave open, before `setup` builds the model; a collective call.
 
     A job that continues from a checkpoint keeps the checkpoint's layout. Megatron's layout is kept if the script's
     model needs that layout, or if the model's costs cannot be measured.
@@ -138,7 +139,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
-    """Make the call `setup` of `setup_model_and_optimizer` build the stages of the layout of `job`."""
+    """Change settings so that `setup_model_and_optimizer` builds the stages of the layout of `job`."""
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))
@@ -156,7 +157,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
-    """Return the layout in the checkpoint that the script loads; None for a new job or changed numbers of ranks."""
+    """Return the layout to restore from the script's checkpoint, or None if the checkpoint has no fitting layout."""
     load = getattr(script, "load", None)
     if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
         return None
@@ -187,7 +188,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """Return the given script argument with which megatron-core cannot build the model from a layout, or None."""
+    """Return the name of a given script argument that rules out a chosen layout; None if there is no such argument."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

@@ -35,11 +35,11 @@ _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
 
 def take_over_overlap(script: Namespace) -> None:
-    """Make the zero-bubble schedule, instead of megatron-core, overlap the messages between experts.
+    """Let the zero-bubble schedule, instead of megatron-core, overlap the expert-parallel communication.
 
-    megatron-core itself overlaps messages between experts only with several chunks a rank. The script's
-    `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the zero-bubble schedule
-    itself overlaps the messages between experts and defers W.
+    megatron-core itself overlaps the expert-parallel communication only if a rank has several model chunks. The
+    script's `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the zero-bubble
+    schedule itself overlaps the expert-parallel communication and defers W.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)
@@ -135,13 +135,14 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
 
 
 def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
-    """Divide the layer pattern of unvalidated arguments by `|` if Megatron-LM's own division does not fit the schedule.
+    """Insert `|` between the stages of a layer pattern if Megatron-LM's own division does not fit the schedule.
 
-    Megatron-LM divides a pattern without `|` into one chunk a rank, all with the same number of layers.
+    Megatron-LM divides a pattern without `|` into one stage for each rank, with the same number of layers in every
+    stage.
 
     Raises:
-        SessionError: the function has to divide the layer pattern by `|`, but other arguments also set the number of
-            layers of a rank.
+        SessionError: `divide_pattern` has to insert `|` into the layer pattern, but other arguments also set the number
+            of layers of a rank.
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks

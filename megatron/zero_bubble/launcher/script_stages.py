@@ -38,12 +38,12 @@ class ScriptStages:
         """The stage of a V-shaped placement whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """In a V placement, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
+        """In a V placement, pass the ranks that reduce tied embeddings to `initialize_model_parallel`."""
         if self.is_v:
             call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def configure_new(self, call: Call) -> None:
-        """Give a new configuration the layout in a call of `TransformerConfig.__post_init__`."""
+        """When `TransformerConfig.__post_init__` is called, set the layout in the new configuration."""
         config = call["self"]
         if self._layout is not None and self._is_to_place(config):
             # The layout already includes the effect of these settings.
@@ -54,7 +54,7 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Give the layout to a configuration made before the layout was chosen, in a call that reads the layout."""
+        """When a function reads the layout of a configuration that has no layout yet, set the layout first."""
         self.configure(call["config"])
         return call.proceed()
 
@@ -69,7 +69,7 @@ class ScriptStages:
         return config.pipeline_model_parallel_size == self._placement.num_ranks and not is_placed
 
     def place(self, call: Call) -> None:
-        """Make a call of a model's constructor build the layers, embedding and loss of the chunk's stage."""
+        """Set a model constructor's arguments so that the chunk gets the layers, embedding and loss of its stage."""
         config, chunk = call["config"], call.get("vp_stage")
         self.configure(config)
         if self._pattern is not None:
@@ -83,13 +83,13 @@ class ScriptStages:
             call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
 
     def finish(self, built: Sequence[Any]) -> None:
-        """Copy the weights that the first and the last stage of a V share, once all chunks of a model are built."""
+        """Copy the weights that the first and the last stage of a V placement share, once all chunks are built."""
         num_chunks = self._placement.num_chunks
         if self.is_v and len(built) % num_chunks == 0:
             copy_tied_embedding(built[-num_chunks:])
 
     def select(self, call: Call) -> Any:
-        """Return a chunk's layer symbols, and the number of earlier layers, as `select_pipeline_segment` does."""
+        """Return a chunk's layer symbols and the number of layers before the chunk, like `select_pipeline_segment`."""
         if self._pattern is None:
             return call.proceed()
         stage = self._stage_of(call["vp_stage"] or 0)
@@ -99,11 +99,12 @@ class ScriptStages:
         return self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
     def is_stage(self, call: Call, wanted: int) -> bool:
-        """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
+        """Return whether the current stage is the stage `wanted`, where -1 stands for the last stage.
 
-        In a V, the current stage is the stage whose forward step runs. If no forward step runs, the current stage is
-        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call.
-        megatron-core also answers a call that names no chunk, or ignores virtual stages, while no forward step runs.
+        In a V placement, the current stage is the stage whose forward step runs. If no forward step runs, the current
+        stage is the stage of the chunk `vp_stage`. In a placement other than a V placement, `is_stage` returns the
+        result of megatron-core's own function. `is_stage` also returns megatron-core's result if no forward step runs
+        and `vp_stage` is None or `ignore_virtual` is set.
         """
         wanted %= self._placement.num_stages
         if self._running is not None:
@@ -113,7 +114,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step, so that `is_stage` knows the stage whose forward step runs in a V."""
+        """In a V placement, wrap the script's forward step, so that `is_stage` knows the stage whose forward runs."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             self._running = self._stage_of(get_attr_wrapped_model(model, "vp_stage"))
@@ -125,7 +126,7 @@ class ScriptStages:
         return placed_forward_step if self.is_v else forward_step
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
-        """In a V, copy the loss function's results to the last rank, which logs the losses; a collective call.
+        """In a V placement, copy the loss function's results to the last rank, which logs losses; a collective call.
 
         The last rank also gets the losses of multi-token prediction, which megatron-core sums in a global variable.
 

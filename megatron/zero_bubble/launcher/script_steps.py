@@ -1,14 +1,15 @@
 """Handles a script's calls of `optimizer.step()` under post-validation and hierarchical SGD.
 
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. In most
-iterations, the hooked `optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and
-bf16. In the first and the last iteration, and in iterations that the script logs, the hooked `optimizer.step()` first
-validates the step, and reports the outcome and the norm of the gradients. Gradients are zeroed when the step is
-validated. A save or an evaluation first validates a step that is not validated yet.
+iterations, the hooked `optimizer.step()` reports at once that the parameters were updated; with fp32 and bf16, this
+report is always true. In the first and the last iteration, and in iterations that the script logs, the hooked
+`optimizer.step()` first validates the step, and reports the outcome and the norm of the gradients. Gradients are zeroed
+when the step is validated. Before the script saves a checkpoint or evaluates the model, the last optimizer step is
+validated if it is not validated yet.
 
 Megatron-LM reduces each iteration's loss over all replicas, and this reduction makes all replicas wait for each other.
 Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce, so that
-replicas do not wait for each other. The sums of losses are reduced before a log line is printed.
+replicas do not wait for each other. The sums of losses are averaged over the replicas before a log line is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ScriptPostValidation:
         """Whether no step has run yet; scripts always log the first iteration of a run."""
 
     def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
-        """Begin to report the steps that `post_validation` takes with the script's optimizer and model chunks.
+        """Let `post_validation` handle the script's later calls of `optimizer.step()` and `zero_grad()`.
 
         Args:
             post_validation: the `PostValidation` of the schedule; None with a single pipeline rank, where no schedule
@@ -60,7 +61,7 @@ class ScriptPostValidation:
         self._optimizer.zero_grad()
 
     def step(self, call: Call) -> Any:
-        """Report the step that the schedule has taken, instead of taking a step of the optimizer."""
+        """Return the outcome of the step that the schedule has taken, instead of taking an optimizer step."""
         if self._post_validation is None:
             return call.proceed()
         is_first, self._is_first = self._is_first, False
@@ -70,7 +71,7 @@ class ScriptPostValidation:
         return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
 
     def _is_logged(self) -> bool:
-        """Whether the script prints or records the gradients' norm of this iteration, or ends after this iteration."""
+        """Whether the script logs the gradient norm of this iteration, or this iteration is the last iteration."""
         script = self._script
         iteration = script.curr_iteration + 1
         writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
@@ -81,13 +82,13 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Let a call zero the gradients, unless a step awaits validation, which will zero the gradients."""
+        """Zero the gradients, unless the last step is not validated yet; the validation will zero the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Return a value that is equal on all ranks, in place of a call that would reduce the value over ranks."""
+        """Return `value`, which is equal on all ranks, without the call that would reduce `value` over the ranks."""
         if self._post_validation is None:
             return call.proceed()
         # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
@@ -147,22 +148,22 @@ class ScriptReplicas:
 
     @property
     def is_local(self) -> bool:
-        """Whether the next step is taken on this replica's own gradients."""
+        """Whether the next optimizer step uses only this replica's own gradients."""
         return self._session.replicas.is_local
 
     def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
+        """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch, the sum and number of tokens of each named loss; empty on a rank without
-                the last stage.
+            losses: for each microbatch, a dictionary from the name of each loss to the loss's sum and number of tokens;
+                empty on a rank without the last stage.
         """
         if not losses:
             return losses
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """If an average is due after `iteration`, validate the last optimizer step and average replicas' parameters."""
+        """If averaging is due after `iteration`, validate the last step and average the replicas' parameters."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)
@@ -191,7 +192,7 @@ class ScriptReplicas:
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a loss's mean over this replica's microbatches; each report is a mean, or a sum and a token count."""
+    """Return the mean of a loss over this replica's microbatches; `reports` are means, or sums with token counts."""
     if reports[0].numel() != 2:
         return torch.stack([report.reshape(-1) for report in reports]).mean(dim=0)
     total = torch.stack([report.reshape(-1) for report in reports]).sum(dim=0)

@@ -1,9 +1,9 @@
 """Measures the costs of each unit of a script's model, before the script builds the model.
 
-A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: for every
-unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor builds one
-unit in place of the model. A hook around DDP's constructor wraps the unit, and raises an exception to leave the
-script's code.
+A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: once for
+every unit, the script begins to build its model for a pipeline of one rank. A hook around the model's constructor
+builds one unit in place of the model. A hook around DDP's constructor wraps the unit, and raises an exception to leave
+the script's code.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 
 
 class _LeavesScript(BaseException):
-    """An exception that ends the script's code and carries a value; `except Exception` does not catch the exception."""
+    """An exception that carries a value out of the script's code; `except Exception` does not catch the exception."""
 
 
 class ScriptUnits:
-    """Builds the units of a script's model; an exception ends the script's code after each unit.
+    """Builds the units of a script's model one by one, and leaves the script's code by an exception after each unit.
 
     Args:
         script: the script's arguments.
@@ -72,7 +72,7 @@ class ScriptUnits:
         """Whether `variable_seq_lengths` is set in the model's configuration; known after `measure`."""
 
     def measure(self, setup: Call, session: Session) -> ModelCosts:
-        """Measure the units of the model that the call `setup` would build; a collective call of all ranks.
+        """Measure the costs of all units of the model that `setup` would build; a collective call of all ranks.
 
         Raises:
             SessionError: the costs of this model cannot be measured.
@@ -114,7 +114,7 @@ class ScriptUnits:
         return model
 
     def _begin(self, setup: Call) -> Any:
-        """Let the script begin to build its model for one pipeline rank; return the value of `_LeavesScript`."""
+        """Start the script's model building for one pipeline rank; return the value of the raised `_LeavesScript`."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
                 raise SessionError(
@@ -139,7 +139,7 @@ class ScriptUnits:
                 vars(owner).update(before)
 
     def build_chunk(self, call: Call) -> None:
-        """Build the requested unit in a call of a model's constructor; without a request, end the script's code."""
+        """Build the requested unit instead of a model; if no unit is requested, leave the script's code."""
         unit = self._unit
         if unit is None:
             raise _LeavesScript(call)
@@ -165,7 +165,7 @@ class ScriptUnits:
         keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Split the backward of a unit into B and W, wrap the unit in DDP, and end the script's code."""
+        """Split the backward of a unit into B and W, wrap the unit in DDP, and leave the script's code."""
         split_weight_gradients([call["module"]], self._store)
         # During the measurement, replicas neither gather parameters nor reduce gradients.
         defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
@@ -183,7 +183,7 @@ def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(call: Call) -> HybridPattern | None:
-    """Return the pattern of the `HybridModel` that a call constructs; None for another model."""
+    """Return the layer pattern of the `HybridModel` that a call constructs; None for another class of models."""
     text = call.get("hybrid_layer_pattern")
     return None if text is None else HybridPattern.parse(text)
 
@@ -195,7 +195,7 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return the first layer of each kind, in model order; specs of layers are not hashable."""
+    """Return the first layer of each kind, in model order; layers are compared, as layer specs are not hashable."""
     return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
 

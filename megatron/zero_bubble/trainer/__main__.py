@@ -1,6 +1,6 @@
 """Pretrains a GPT: torchrun --nproc-per-node 4 -m megatron.zero_bubble.trainer <Megatron flags> --zero-bubble.
 
-`pretrain_gpt.py` in a clone of the repository is the same program.
+In a clone of the repository, `pretrain_gpt.py` runs the same program as `-m megatron.zero_bubble.trainer`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """Run the trainer; after a user's mistake, print one line and return status 2 on every rank."""
+    """Run the trainer; after a user's mistake, print a one-line error, and return exit status 2 on every rank."""
     return run_program(PROGRAM, train)
 
 

@@ -227,17 +227,17 @@ class Arguments(
 
     @property
     def fp8(self) -> Any:
-        """The value of `--fp8-format`, under Megatron-LM's name for the attribute."""
+        """The value of `--fp8-format`; Megatron-LM stores this value in an attribute `fp8`."""
         return self.fp8_format
 
     @property
     def fp4(self) -> Any:
-        """The value of `--fp4-format`, under Megatron-LM's name for the attribute."""
+        """The value of `--fp4-format`; Megatron-LM stores this value in an attribute `fp4`."""
         return self.fp4_format
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """The layer pattern of a hybrid model; None for another model."""
+        """The layer pattern of a hybrid model; None for a GPT model."""
         return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property

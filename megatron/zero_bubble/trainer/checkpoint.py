@@ -67,7 +67,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The training state of this rank that a checkpoint contains."""
+    """The parts of this rank's training state that a checkpoint contains."""
 
     progress: Progress
     model: list[Any]
@@ -87,11 +87,11 @@ class Checkpointer:
         write_in_threads(keep_results=True)
 
     def save(self) -> None:
-        """Write the checkpoint of the last iteration under `args.save`; a collective call.
+        """Write a checkpoint of the last complete iteration to a folder under `args.save`; a collective call.
 
         Raises:
-            SessionError: on every rank, if any rank cannot write. After a failed save, the previous checkpoint is still
-                the latest checkpoint.
+            SessionError: on every rank, if any rank cannot write to the checkpoint. After a failed save, the previous
+                checkpoint is still the latest checkpoint.
         """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._progress.iteration
@@ -110,7 +110,7 @@ class Checkpointer:
         print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
 
     def _write(self, folder: Path) -> None:
-        """Write the state of all ranks to `folder`, and check that every file is complete."""
+        """Write the training states of all ranks to `folder`, and check that every checkpoint file is complete."""
         allocate_states(self._optimizer)
         state = self._sharded_state(_SHARDING, is_loading=False)
         flags = {**asdict(self._args), **asdict(self._progress)}  # under Megatron-LM's names
@@ -128,7 +128,8 @@ class Checkpointer:
         """Load the newest checkpoint under `args.load`; a collective call.
 
         Raises:
-            ValueError: on every rank, if there is no checkpoint, or the checkpoint is damaged or of another model.
+            ValueError: on every rank, if there is no checkpoint, or if the checkpoint is damaged or belongs to another
+                model.
         """
         args = self._args
         assert args.load is not None
@@ -146,7 +147,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model, and by default the optimizer and random state; return the state common to all ranks."""
+        """Load the training state from `folder`, and return the part of the checkpoint that is common to all ranks."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))
@@ -205,12 +206,12 @@ class Checkpointer:
 
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
-    """Return the scheduler's state, with the separate learning rates of the embedding and the output layer."""
+    """Return the learning-rate scheduler's state, with the separate learning rates of embedding and output layer."""
     return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return a dictionary: Megatron-LM's name of a random state -> functions that get and set the state."""
+    """Return functions that get and set each random state, in a dictionary with Megatron-LM's names as keys."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     return {
         "random_rng_state": (random.getstate, random.setstate),

@@ -1,9 +1,11 @@
 """Names and checks the files of a checkpoint, and updates the tracker file, which names the latest checkpoint.
 
-The trainer writes a checkpoint to `iter_0000100.incomplete/`. When every file is on the disk, the trainer renames the
-folder to its final name, and then replaces the tracker file `latest_checkpointed_iteration.txt`. Renaming the folder
-and replacing the file are atomic. A kill, a crash or a full disk can leave an incomplete checkpoint, which has neither
-its final name nor an entry in the tracker file. The trainer never loads an incomplete checkpoint.
+The trainer writes a checkpoint to `iter_0000100.incomplete/`. When every file of the checkpoint is on the disk, the
+trainer removes `.incomplete` from the folder's name, and then replaces the tracker file
+`latest_checkpointed_iteration.txt`. Both the renaming of the checkpoint's folder and the replacement of the tracker
+file are atomic. A killed process, a crash or a full disk can leave an incomplete checkpoint. The folder name of an
+incomplete checkpoint still ends with `.incomplete`, and the tracker file does not name this checkpoint. The trainer
+never loads an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def latest_iteration(root: str | Path) -> int:
     """Return the iteration of the newest complete checkpoint under `root`.
 
     Raises:
-        ValueError: there is no tracker file, or the file does not name a complete checkpoint.
+        ValueError: there is no tracker file, or the tracker file does not name a complete checkpoint.
     """
     if not (Path(root) / TRACKER).is_file():
         is_inside = (Path(root).parent / TRACKER).is_file()
@@ -64,7 +66,7 @@ def latest_iteration(root: str | Path) -> int:
 
 
 def check_config(folder: Path) -> None:
-    """Raise `CheckpointError` unless `metadata.json` says that the folder holds a checkpoint in torch_dist format."""
+    """Raise `CheckpointError` unless `metadata.json` in `folder` says that the checkpoint has torch_dist format."""
     try:
         config = json.loads((folder / CONFIG).read_text())
         saved_format = (config["sharded_backend"], config["sharded_backend_version"])
@@ -87,13 +89,13 @@ def begin_folder(root: Path, iteration: int) -> Path:
 
 
 def incomplete_folder(root: Path, iteration: int) -> Path:
-    """Return the folder that holds the checkpoint of `iteration` until the checkpoint is complete."""
+    """Return the path of the folder that holds the unfinished checkpoint of iteration `iteration`."""
     final = checkpoint_folder(root, iteration)
     return final.with_name(final.name + _INCOMPLETE)
 
 
 def name_latest(root: Path, iteration: int) -> None:
-    """Give the complete folder of `iteration` its final name, and write `iteration` to the tracker file."""
+    """Rename the complete checkpoint's folder to its final name, and write `iteration` to the tracker file."""
     folder, final = incomplete_folder(root, iteration), checkpoint_folder(root, iteration)
     for path in folder.iterdir():
         _sync(path)
@@ -108,14 +110,14 @@ def name_latest(root: Path, iteration: int) -> None:
 
 
 def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[str, Any]]:
-    """Check a checkpoint's files, and read its metadata and the state common to all ranks.
+    """Check a checkpoint's files, and read the checkpoint's metadata and the part that is common to all ranks.
 
     Args:
-        needed: names that the state common to all ranks must contain.
+        needed: keys that the checkpoint's part common to all ranks must contain.
 
     Raises:
-        CheckpointError: a file is missing, truncated or of another format, or the state common to all ranks lacks a
-            name in `needed`.
+        CheckpointError: a file is missing, truncated or of another format, or the checkpoint's part common to all ranks
+            lacks a key of `needed`.
     """
     check_config(folder)
     description = read_metadata(folder)
@@ -139,7 +141,7 @@ def check_complete(folder: Path, description: Metadata) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until the contents of a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -73,7 +73,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _layers(args: Any) -> str | None:
-    """Return the symbols of a hybrid model's layers, without the division into stages; None for another model."""
+    """Return the layer symbols of a hybrid model without the separators between stages; None for a GPT model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 
@@ -99,8 +99,8 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     """Return, as text, the flags that determine the tensors and the parameter groups of an optimizer's state.
 
-    The state of a distributed optimizer has the same tensors in every precision. The state of an optimizer that is not
-    distributed has the same tensors in bf16 and fp16, but other tensors in fp32.
+    The state of a distributed optimizer has the same tensors in fp32, bf16 and fp16 training. The state of any other
+    optimizer has the same tensors in bf16 and fp16 training, but other tensors in fp32 training.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "decoupled_lr", None) is not None:
@@ -114,7 +114,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
-    """Return whether the job's ranks correspond to the saved job's ranks, so that random states can be loaded."""
+    """Return whether this job and the saved job have equal parallel sizes, so that random states can be loaded."""
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     if _spreads_experts(args) or _spreads_experts(saved):
         names += ["expert_model_parallel_size", "world_size"]
@@ -126,7 +126,7 @@ def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose learning-rate schedule differs from the flags, unless a flag chooses a schedule."""
+    """Refuse a learning-rate schedule that differs from the checkpoint's, unless a flag says which schedule to use."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

@@ -1,4 +1,4 @@
-"""Completes the flags with defaults and refuses flags that cannot work, before any process group exists.
+"""Completes the flags with defaults and refuses invalid flags, before any process group exists.
 
 From the same command line, every rank gets the same complete flags or the same error. Each error message is one line
 that names the flag, its value and a remedy.
@@ -30,13 +30,14 @@ from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 def complete_and_check(
     parsed: Arguments, environment: Mapping[str, str], has_cuda: bool, *, for_this_machine: bool = True
 ) -> tuple[Arguments, JobSettings]:
-    """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
+    """Complete and check the trainer's flags, and make the `JobSettings` of the job.
 
     Args:
-        for_this_machine: whether the job runs on this machine, whose packages, devices and folders are then checked.
+        for_this_machine: whether the job runs on this machine; if so, the packages, devices and folders of this machine
+            are checked.
 
     Raises:
-        ValueError: a flag cannot work; the message names the first such flag.
+        ValueError: a flag is invalid; the message names the first invalid flag.
     """
     _check_ranges(parsed)
     if parsed.train_iters is None:

@@ -1,8 +1,8 @@
-"""Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
+"""Makes flags from the fields of megatron-core's configurations, and configuration values from the flags.
 
 The name of a field's flag is in the field's metadata or in `_NAMES`. If neither the metadata nor `_NAMES` gives a name,
-the flag is `--NAME`, or `--no-NAME` for a boolean field whose default is True. Fields in `_WITHOUT_FLAG`, and fields
-that no command line can give, such as functions, have no flag.
+the flag is named after the field: `--FIELD`, or `--no-FIELD` for a boolean field whose default is True. Fields in
+`_WITHOUT_FLAG`, and fields whose values no command line can give, such as functions, have no flag.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 
 
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
-    """Return a dictionary: name of a field of the configuration -> the value that the flags give to the field."""
+    """Return the values that the flags give to fields of `config_class`, in a dictionary keyed by field names."""
     values = {}
     for name, field, convert, _ in core_flags(config_class):
         value = getattr(args, name)
@@ -187,9 +187,9 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any], Callable[[Any], Any]] | None:
-    """Return (type of the flag, options of `flag()`, `CoreFlag.convert`) for a field of type `kind`.
+    """Return the flag's type, the flag's options and `CoreFlag.convert` for a configuration field of type `kind`.
 
-    The result is None if no flag can set the field.
+    `_form` returns None if no flag can set the field.
     """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
@@ -265,7 +265,7 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """Return a dictionary: name of a field -> first sentence of the docstring that follows the field in the source."""
+    """Return the first sentence of each field's docstring in the source, in a dictionary keyed by field names."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

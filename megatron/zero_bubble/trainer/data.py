@@ -68,7 +68,8 @@ def build_datasets(
         log: function that prints a line about the progress, on rank 0 only.
 
     Raises:
-        ValueError: on one rank, if the index cache cannot be written or read; on every rank, if a split is too short.
+        ValueError: on one rank, if this rank cannot write or read the index cache; on every rank, if a split has too
+            few samples.
     """
     is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
@@ -106,7 +107,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Return False for megatron-core's warning that indices of mock data are kept in memory only, else True."""
+    """Return whether `record` is not megatron-core's warning that indices of mock data are kept in memory only."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -117,7 +118,7 @@ def _by_split(num_samples: tuple[int, ...]) -> str:
 class Batch(NamedTuple):
     """The tensors of one microbatch on this rank's device; a tensor that the model chunk does not need is None.
 
-    The length s of a sequence is `seq_length` divided by the context-parallel size.
+    In the shapes of the fields, s is `seq_length` divided by the context-parallel size.
     """
 
     tokens: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Checks the flags of the data before any communication, and makes the configuration of megatron-core's datasets."""
+"""Checks the data flags and the data files before any communication, and configures megatron-core's datasets."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.zero_bubble.trainer.data_files import (
 
 
 def check_data(args: Arguments, vocab_size: int | None = None) -> None:
-    """Check every data file without communication, on any rank, after `checks.py` has checked the flags.
+    """Check every data file without communication; `complete_and_check` must have checked the flags before.
 
     Args:
-        vocab_size: number of tokens of the tokenizer; the token ids in the files must be smaller.
+        vocab_size: size of the tokenizer's vocabulary; every token id in the files must be below this size.
 
     Raises:
         ValueError: a file or a flag is wrong; the message is one line.
@@ -45,7 +45,7 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
 
 
 def _blends(args: Arguments) -> dict[str, Blend]:
-    """Return a dictionary: name of a given data flag -> the blend of datasets that the flag describes."""
+    """Return the blend of datasets that each given data flag describes, in a dictionary with the flags as keys."""
     paths = {"--data-path": args.data_path}
     paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
     return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
@@ -59,10 +59,10 @@ def requested_samples(args: Arguments) -> tuple[int, int, int]:
 
 
 def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: tuple[int, int]) -> None:
-    """Refuse to continue after `iteration` with data that would be used up before the last iteration.
+    """Refuse data that ends before the last iteration of a run that resumes after iteration `iteration`.
 
     Args:
-        samples: number of samples of each split of this run's data.
+        samples: the number of samples in each split of this run's data.
         used: numbers of training and validation samples that the saved run has read.
 
     Raises:
@@ -82,7 +82,7 @@ def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: 
 
 
 def dataset_config(args: Arguments, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
-    """Return the configuration of megatron-core's datasets that the flags describe."""
+    """Return megatron-core's dataset configuration for the flags `args`."""
     blends = _blends(args)
     per_split = [blends.get(f"--{name}-data-path") for name in SPLITS]
     return GPTDatasetConfig(

@@ -16,10 +16,10 @@ _SIGMA = 0.8
 
 
 class DocumentDataset(GPTDataset):
-    """A dataset of the documents with at least two tokens; each document is cut at the sequence length."""
+    """A dataset whose samples are the documents with at least two tokens, each truncated to the sequence length."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index."""
+        """Return each sample's document index, and empty arrays in place of the sample index and the shuffle index."""
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
             raise ValueError(f"no document of {self.dataset_path} has two tokens")
@@ -54,10 +54,10 @@ class MockDocumentDataset(DocumentDataset, MockGPTDataset):
 
 
 def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[str, torch.Tensor]:
-    """Join samples of different lengths into a microbatch, with zeros after the shorter samples.
+    """Join samples of different lengths into a microbatch, and pad the shorter samples with zeros.
 
     Args:
-        multiple: number that must divide the length of the microbatch; the length is rounded up.
+        multiple: the padded length is rounded up to a multiple of this number.
     """
     longest = max(len(sample["tokens"]) for sample in samples)
     length = -(-longest // multiple) * multiple

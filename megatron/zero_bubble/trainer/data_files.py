@@ -42,7 +42,7 @@ class TokenFile:
     """Number of tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
-        """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
+        """Whether sequences `begin` to `end` - 1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
         parts = (self.lengths[start : min(start + _CHUNK, end)] for start in range(begin, end, _CHUNK))
         totals = accumulate((int(part.sum(dtype=np.int64)) for part in parts), initial=0)
         return any(total >= minimum for total in totals)
@@ -78,7 +78,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file if one of its first tokens is outside the vocabulary."""
+    """Refuse a file if any of its first 1,048,576 tokens is outside the vocabulary."""
     path = get_bin_path(file.prefix)
     tokens = np.fromfile(path, file.dtype, _CHUNK)
     wrong = tokens[(tokens >= vocab_size) | (tokens < 0)]
@@ -102,9 +102,9 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that is not one to three shares (training, validation, test), or whose training share is 0.
+    """Refuse a `--split` without one to three shares (training, validation, test), or with a training share of 0.
 
-    `check_split` allows quotes around the split, because Megatron-LM also ignores quotes, which its scripts may pass.
+    `check_split` ignores quotes around `split`, as Megatron-LM does, because Megatron-LM's scripts may pass quotes.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
@@ -116,7 +116,8 @@ def check_split(split: str) -> None:
 def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag: str) -> None:
     """Refuse a file if any split with a share above 0 gets fewer than `min_tokens` of the file's tokens.
 
-    megatron-core would never finish the index of a split without tokens. `split` is None if the file is not divided.
+    megatron-core would never finish the index of a split without tokens. `split` is None if the file is not divided
+    into splits.
     """
     count = len(file.lengths)
     if split is None:

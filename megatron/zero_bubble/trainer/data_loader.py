@@ -1,4 +1,4 @@
-"""Loads microbatches in worker processes, which end when the iterator is closed or the training process has ended.
+"""Loads microbatches in worker processes, which end when their iterator is closed or the training process ends.
 
 Each data-parallel rank reads its samples in Megatron-LM's order. A resumed run skips the first `consumed_samples`
 samples of the dataset, which earlier runs have used. The global batch size may change during a run (ramp-up), because
@@ -32,15 +32,17 @@ _SECONDS_TO_DIE = 1.0
 
 
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
-    """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
+    """Iterates over the microbatches of a `DataLoader` until the `with` block ends or `close()` is called.
 
-    The owner must close the iterator. The workers of an iterator that is not closed keep running while a traceback, a
-    reference cycle or a signal handler refers to the iterator, and Python waits for these workers before it exits.
+    The code that makes a `MicrobatchIterator` must close the iterator. The workers of an unclosed iterator keep running
+    while a traceback, a reference cycle or a signal handler refers to the iterator. Python waits for the workers of
+    unclosed iterators before Python exits.
 
     If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` that
     names the worker. After a worker has failed, any other error inside the `with` block also becomes a `SessionError`
-    that names the worker. The iterator does not install torch's SIGCHLD handler. When a worker ends, torch's handler
-    raises an error at an arbitrary instruction of the training process; the error can be lost or leave a lock taken.
+    that names the worker. The iterator does not install torch's SIGCHLD handler. When a worker ends, torch's SIGCHLD
+    handler raises an error at an arbitrary instruction of the training process. The error that torch's SIGCHLD handler
+    raises can be lost, or can leave a lock acquired.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -70,7 +72,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
             self.close()
 
     def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
-        """Raise `SessionError` if a worker has failed, or fails within `seconds`."""
+        """Raise `SessionError` if a worker has failed, or fails within `seconds` seconds."""
         end = time.monotonic() + seconds
         while not (lost := self._lost_workers()):
             if time.monotonic() >= end:
@@ -88,7 +90,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         return [worker for worker in self._workers if worker.exitcode]
 
     def close(self) -> None:
-        """End the worker processes, by force if needed. A second call of `close` does nothing."""
+        """End the worker processes, by SIGKILL if needed. A second call of `close` does nothing."""
         if not self._workers:
             return
         batches: Any = self._batches
@@ -110,8 +112,8 @@ def sample_indices(
 ) -> Iterator[list[int]]:
     """Yield the sample indices of each microbatch of one data-parallel rank, in the order of the dataset.
 
-    The ranks take microbatches from the dataset in turn. Samples at the end of the dataset that do not fill a
-    microbatch for every rank are dropped.
+    The data-parallel ranks take microbatches from the dataset in turn. Samples at the end of the dataset that do not
+    fill a microbatch for every rank are dropped.
     """
     round_size, offset = micro_batch_size * num_ranks, rank * micro_batch_size
     for start in range(consumed_samples, total_samples - round_size + 1, round_size):
@@ -121,7 +123,7 @@ def sample_indices(
 def build_data_iterator(
     dataset: Dataset | None, args: Arguments, consumed_samples: int, rank: int, num_ranks: int
 ) -> MicrobatchIterator | None:
-    """Return an iterator over the microbatches of the data-parallel rank `rank` after `consumed_samples` samples.
+    """Return an iterator over a data-parallel rank's microbatches after the first `consumed_samples` samples.
 
     Each model chunk that reads data needs a separate iterator. The iterator yields CPU tensors of shape
     [micro_batch_size, seq_length], or shorter tensors with `variable_seq_lengths`.
@@ -155,14 +157,14 @@ def build_data_iterator(
 def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     """Join samples into a microbatch of numpy arrays, which a worker sends through its pipe.
 
-    torch would send tensors in shared memory, and the training process would fetch the handle of each tensor over a
-    socket in the middle of a forward. With pinned memory, the workers can send tensors instead of arrays, because
-    torch's pinning thread fetches the handles of the tensors.
+    If a worker sent tensors, torch would put the tensors in shared memory, and the training process would fetch each
+    tensor's handle over a socket in the middle of a forward. With pinned memory, the workers can send tensors instead
+    of arrays, because torch's pinning thread fetches the handles of the tensors.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Make a worker ignore SIGINT and SIGTERM, because the training may finish its iteration and save a checkpoint."""
+    """Make a worker ignore SIGINT and SIGTERM, so that training can finish the iteration and save a checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

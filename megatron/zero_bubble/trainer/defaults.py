@@ -12,7 +12,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """Set the rank from `environment`, and the defaults that depend on other flags or on the machine.
+    """Return the flags with the rank from `environment`, and with defaults for flags that are not given.
 
     Raises:
         ValueError: a default cannot be derived from the other flags.
@@ -61,15 +61,15 @@ def _mlp_width(args: Arguments) -> int:
 def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
     """Return the flags with `padded_vocab_size` set for a tokenizer of `vocab_size` tokens.
 
-    As in Megatron-LM, the vocabulary is padded so that the number of rows of each tensor-parallel rank is a multiple of
-    `--make-vocab-size-divisible-by`.
+    As in Megatron-LM, the vocabulary is padded so that the number of embedding rows on each tensor-parallel rank is a
+    multiple of `--make-vocab-size-divisible-by`.
     """
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return replace(args, padded_vocab_size=math.ceil(vocab_size / multiple) * multiple)
 
 
 def check_learning_rate(args: Arguments) -> None:
-    """Refuse an impossible schedule of the learning rate; `args` must have all defaults filled in.
+    """Refuse an impossible learning-rate schedule; `args` must have all defaults filled in.
 
     Raises:
         ValueError: a flag is out of range, or two flags contradict each other.

@@ -1,4 +1,4 @@
-"""Ends a training before its last iteration: at a multiple of an interval, at a time limit, or after a signal."""
+"""Decides whether training ends before its last iteration: at an exit interval, at a time limit, or after a signal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
-        waits: whether the decision after an iteration uses the votes of all ranks after the same iteration; False to
-            use the votes after the previous iteration, so that no rank waits for other ranks.
+        waits: True to decide after an iteration by the votes of all ranks after this iteration; False to decide by the
+            votes after the previous iteration, so that no rank waits for other ranks.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -32,7 +32,7 @@ class ExitReasons:
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save and exit.
+        """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save a checkpoint and exit.
 
         A repeated SIGTERM has no further effect, because a cluster's scheduler and torchrun may both send a SIGTERM. A
         second Ctrl-C ends the process at once.
@@ -54,23 +54,23 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop after `iteration`, the same on all ranks, or None; a collective call."""
+        """Return the reason to stop training after `iteration`, or None; a collective call with equal results."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
         return self._voted(waits=self._waits)
 
     def reason_in_evaluation(self) -> str | None:
-        """Return the reason to stop before the next iteration of an evaluation, or None; a collective call.
+        """Return the reason to stop training before an evaluation's next iteration, or None; a collective call.
 
         An evaluation may last longer than the time between SIGTERM and SIGKILL, which is 30 s under torchrun and Slurm.
-        The decision uses the votes before the previous iteration of the evaluation, so that the first stages do not
-        wait for the last stage.
+        The decision uses the votes that the ranks cast before the previous iteration of the evaluation, so that the
+        first stages do not wait for the last stage.
         """
         return self._voted(waits=False)
 
     def _voted(self, *, waits: bool) -> str | None:
-        """Begin a vote of all ranks; return the vote's result if `waits`, else the result of the previous vote."""
+        """Begin a vote of all ranks; return the result of this vote if `waits`, else of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())
@@ -83,7 +83,7 @@ class ExitReasons:
         return next((reason for reason, count in zip(self._reasons(), counts.tolist(), strict=True) if count), None)
 
     def _reasons(self) -> dict[str, bool]:
-        """Return a dictionary: possible reason to stop training -> whether this reason holds on this rank."""
+        """Return whether each reason to stop training holds on this rank, in a dictionary with the reasons as keys."""
         limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
         return {
             "SIGTERM": self._signal == signal.SIGTERM,

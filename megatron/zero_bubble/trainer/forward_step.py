@@ -20,12 +20,12 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor, *, checks_finite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the losses of the tokens in `loss_mask`, the number of these tokens, and a report for the log.
+    """Return the summed loss and the number of the tokens that `loss_mask` selects, and a report for the log.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts for the loss.
         output: [batch, sequence], the loss of each token.
-        checks_finite: whether an infinite loss gets a NaN gradient, so that all ranks notice the loss.
+        checks_finite: whether an infinite loss makes the gradients NaN, so that all ranks detect the infinite loss.
     """
     assert loss_mask is not None, "a stage without a loss mask computes a loss"
     mask = loss_mask.view(-1).float()
@@ -39,7 +39,7 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
     """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
 
     Args:
-        checks_finite: whether an infinite loss makes the gradients NaN, so that the check of the gradients fails.
+        checks_finite: whether an infinite loss makes the gradients NaN, so that the check for finite gradients fails.
     """
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -63,7 +63,7 @@ def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
-    """Return the mean loss of the tokens of all ranks in `group`; None on a rank without the last stage."""
+    """Return the mean loss per token over all ranks in `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

@@ -32,10 +32,11 @@ from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
 
 def check_pattern(args: Arguments) -> None:
-    """Refuse a hybrid model's layer pattern that cannot work, and flags that do not work with the pattern.
+    """Refuse an invalid layer pattern of a hybrid model, and flags that contradict the pattern.
 
     Raises:
-        ValueError: the pattern has an unknown layer or unequal parts after `/`, or does not work with a flag.
+        ValueError: the pattern has an unknown layer, the pattern's parts after a `/` differ, or a flag contradicts the
+            pattern.
     """
     pattern = args.pattern
     if pattern is None:
@@ -65,7 +66,7 @@ def check_pattern(args: Arguments) -> None:
 
 
 def _check_symbols(given: str, pattern: HybridPattern) -> None:
-    """Refuse a pattern with layers that the installed megatron-core or the trainer does not have."""
+    """Refuse a pattern with layers that the installed megatron-core or the trainer does not support."""
     known = local_layers()
     for symbol in pattern.symbols + pattern.further.replace("/", ""):
         if symbol not in known:
@@ -118,7 +119,7 @@ def build_hybrid_stage(
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a class of hybrid models that are the model chunk `vp_stage` of a rank, for megatron-core before 0.17."""
+    """Return a subclass of the hybrid model that sets `vp_stage` in the constructor, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:
@@ -129,10 +130,10 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class for the layers of a hybrid model's stage, for megatron-core before 0.17.
+    """Return a class that builds the layers of one stage of a hybrid model, for megatron-core before 0.17.
 
-    megatron-core's own class can build only stages with equal numbers of layers, and only one chunk on each rank.
-    Therefore the returned class builds the layers with the configuration of a pipeline with one stage.
+    megatron-core's `MambaStack` can build only stages with equal numbers of layers, and only one model chunk on each
+    rank. Therefore the returned class builds the layers with the configuration of a pipeline with one stage.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

@@ -1,4 +1,4 @@
-"""Sets up a rank for training: process groups, random state and the microbatch counter."""
+"""Sets up a rank for training: process groups, random seeds and megatron-core's microbatch calculator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 @contextmanager
 def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
-    """Set up a run's process groups, random seeds and microbatch counter for the `with` block.
+    """Set up process groups, random seeds and megatron-core's microbatch calculator for the `with` block.
 
     If the caller has made a default process group, `initialized` uses that group and does not destroy it.
 

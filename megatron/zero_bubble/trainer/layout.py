@@ -54,7 +54,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose the parts of the layout that no flag gives, and set the layout in the session; a collective call.
+    """Choose each setting of the layout that no flag gives, and apply the layout to `session`; a collective call.
 
     Call `settle_layout` in a `with initialized(...)` block, before the model is built. After the call, random states
     are the same as in a run that started with the chosen layout. A job that continues from a checkpoint keeps the

@@ -1,4 +1,4 @@
-"""Prints log lines that begin with Megatron-LM's fields in Megatron-LM's format, and end with fields of zero bubble."""
+"""Prints log lines that begin with Megatron-LM's fields, and end with fields about the zero-bubble schedule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepResult:
 
 
 class TrainingLog:
-    """Collects the results of iterations and prints one line every `--log-interval` iterations.
+    """Collects the results of iterations, and prints one log line every `--log-interval` iterations.
 
     Args:
         log_rank: global rank that has the loss and prints the log lines.
@@ -136,8 +136,8 @@ class TrainingLog:
     def _mean_losses(self, result: StepResult) -> list[float]:
         """Return the mean losses since the last log line: the loss of the model, then losses of multi-token prediction.
 
-        If replicas take optimizer steps without each other, `_mean_losses` is a collective call: in each replica, the
-        rank with the loss takes part.
+        If replicas take optimizer steps independently, `_mean_losses` is a collective call of the ranks that have the
+        losses.
         """
         finite = [
             (each.lm_loss, *each.further_losses)
@@ -184,7 +184,7 @@ def _print_memory(iteration: int) -> None:
 
 
 def _now() -> float:
-    """Return the time in seconds; with a GPU, the time at which the GPU has finished all launched work."""
+    """Wait until the GPU, if there is one, has finished all launched work, and return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 class TrainingData(NamedTuple):
-    """The data of a training: an iterator over microbatches for each model chunk; None for a chunk without data."""
+    """A training run's data: for each model chunk, an iterator over microbatches, or None for a chunk without data."""
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
@@ -46,7 +46,7 @@ class Trainer:
     With post-validation, the result of an iteration becomes known, and is logged, during the next iteration.
 
     Args:
-        session: the started session, which runs the steps.
+        session: the started session, which runs the training steps.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Trainer:
         self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
 
     def train(self) -> None:
-        """Train until the last iteration or an earlier exit, and save at the end if `--save` was given."""
+        """Train until the last iteration or an earlier exit, and save a checkpoint at the end if `--save` is given."""
         with self._exit_reasons.signals_handled():
             self._train()
         self._log.print_summary()
@@ -168,7 +168,7 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
-        """Complete the last iteration, whose optimizer step is now validated, and zero the gradients.
+        """Complete the previous iteration with the outcome of its validated optimizer step, and zero the gradients.
 
         The schedule calls `_complete_unsettled` while messages from neighbouring ranks may be in flight. Therefore
         `_complete_unsettled` must not wait for another rank or for the whole device, and prints no log line. The
@@ -200,7 +200,7 @@ class Trainer:
         )
 
     def _log_unlogged(self) -> None:
-        """Log the last complete iteration, unless it is logged already; a collective call."""
+        """Log the last complete iteration, unless this iteration is logged already; a collective call."""
         if self._unlogged is None:
             return
         result, self._unlogged = self._unlogged, None
@@ -230,7 +230,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Validate and log the last optimizer step if it is not validated yet; required before parameters are read."""
+        """Validate and log the last optimizer step, if this is not done yet; parameters may be read only afterwards."""
         self._session.settle()
         self._log_unlogged()
 
@@ -238,7 +238,7 @@ class Trainer:
         return self._progress.iteration % self._args.log_interval == 0
 
     def evaluate(self) -> None:
-        """Print the mean loss over `--eval-iters` iterations of validation data; stop early on a reason to exit."""
+        """Print the mean loss over `--eval-iters` iterations of validation data; stop early if training has to exit."""
         args = self._args
         self._session.replicas.average_all(self._progress.iteration)
         for chunk in self._model:
@@ -265,7 +265,7 @@ class Trainer:
             self._log.record_validation(mean_loss(reports, _all_replicas()))
 
     def _pausing(self, action: Callable[[], None]) -> None:
-        """Validate and log the last optimizer step, and run `action`, which is not timed."""
+        """Validate and log the last optimizer step; run `action` outside of the logged iteration time."""
         self._settle()
         with self._log.untimed():
             action()

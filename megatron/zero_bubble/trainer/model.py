@@ -1,4 +1,4 @@
-"""Builds stages and single units of megatron-core's GPT models and hybrid models from the flags."""
+"""Builds stages of megatron-core's GPT and hybrid models, and units (embedding, layer or output), from the flags."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def fuses_activation(args: Arguments) -> bool:
-    """Return whether one kernel computes bias and activation of an MLP, as in Megatron-LM; False for local layers."""
+    """Return whether one fused kernel adds an MLP's bias and computes the activation; False for local layers."""
     if args.transformer_impl == "local":
         return False
     return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
@@ -142,7 +142,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model on this rank's device, before its linear layers are split and DDP wraps the stage.
+    """Build one stage of the model on this rank's device, without DDP and without a split of the backward into B and W.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -203,7 +203,7 @@ def layer_kinds(args: Arguments) -> list[int]:
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return each layer's symbol in a hybrid model, or each layer's values of the flags in `_PATTERNS` in a GPT model.
+    """Return, for each layer, the symbol in a hybrid model, or the values of the `_PATTERNS` flags in a GPT model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.
@@ -222,7 +222,7 @@ def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
 
 
 def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
-    """Build a unit as the only stage of a pipeline with one rank; `config` comes from `unit_config`.
+    """Build a unit (embedding, layer or output) as a pipeline of one stage; `config` comes from `unit_config`.
 
     Raises:
         ValueError: megatron-core refuses the model.

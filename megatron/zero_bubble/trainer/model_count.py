@@ -1,9 +1,9 @@
 """Counts parameters, floating-point operations and activations of the model that the flags describe.
 
 Each unit of the model (embedding, layer or output) is built on the meta device with the shapes of one tensor-parallel
-rank, and runs one microbatch. The module counts the parameters, the matrix products and the tensors saved by autograd
-in megatron-core's own modules. For layers that `mcore/counted_layers.py` replaces, the module counts the matrix
-products and the saved tensors of the GPU kernels instead.
+rank, and runs one microbatch. `model_count` counts the parameters, the matrix products and the tensors saved by
+autograd in megatron-core's own modules. For layers that `mcore/counted_layers.py` replaces, `model_count` counts the
+matrix products and the saved tensors of the GPU kernels instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ALONE: dict[str, Any] = {
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one microbatch; each multiplication and each addition counts as one."""
+    """Floating-point operations of one microbatch; each multiplication and each addition counts as one operation."""
 
     f: float
     b: float
@@ -93,7 +93,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitCount:
-    """Parameters, operations and activations of a unit of the model on one tensor-parallel rank."""
+    """Parameters, floating-point operations and activations of a unit of the model on one tensor-parallel rank."""
 
     parameters: Parameters
     flops: Flops
@@ -106,7 +106,7 @@ class UnitCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """Parameters, operations and activations of every unit of a model, on one of the ranks that hold the unit."""
+    """Parameters, floating-point operations and activations of every unit of a model, on a rank that has the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
@@ -121,7 +121,7 @@ class ModelCount:
 
 
 def count_model(args: Arguments) -> ModelCount:
-    """Count parameters, operations and activations of all units of a model.
+    """Count the parameters, floating-point operations and activations of all units of a model.
 
     `args` must have all defaults and the padded vocabulary size filled in. `count_model` needs neither a device nor
     another process. While `count_model` runs, there must be no default process group.
@@ -156,7 +156,7 @@ def flops_of_sequence(args: Arguments) -> float:
 
 
 def attention_kernel(args: Arguments) -> AttentionKernel:
-    """Return the attention kernel that a training with the flags `args` runs; all defaults must be filled in.
+    """Return the attention kernel that training with the flags `args` uses; `args` must have all defaults filled in.
 
     Transformer Engine has no fused attention kernel in fp32. For grouped queries, torch has no fused
     attention kernel if the mask is explicit or the precision is fp32.
@@ -179,7 +179,7 @@ def rank_tokens(args: Arguments) -> int:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """Return flags with which the same model is built from local layers, whose operations can be counted."""
+    """Return `args` changed to build the model from local layers, whose floating-point operations can be counted."""
     backend = "local" if args.transformer_impl == "transformer_engine" else args.attention_backend
     return replace(args, **{"attention_backend": backend, **_PLAIN})
 
@@ -242,7 +242,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Return a unit's numbers of distinct parameters on all ranks, outside and inside of multi-token prediction."""
+    """Count a unit's distinct parameters on all ranks; the count of multi-token prediction is a separate result."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

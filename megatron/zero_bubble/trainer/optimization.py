@@ -46,7 +46,7 @@ def wrap_in_ddp(
         defers_weights: whether the backward of the chunks' linear layers is split into B and W.
 
     Raises:
-        ValueError: a parameter cannot be sharded.
+        ValueError: FSDP2 cannot shard a parameter.
     """
     if args.use_torch_fsdp2:
         options: dict[str, Any] = {

@@ -15,7 +15,7 @@ _FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_
 
 
 def check_output(args: Arguments) -> None:
-    """Check the flags that name output, and whether the named files and folders can be written.
+    """Check the flags that name output files and folders, and whether these files and folders can be written.
 
     Raises:
         ValueError: flags contradict each other, a package is missing, or a file or folder cannot be written.
@@ -46,7 +46,7 @@ def check_output(args: Arguments) -> None:
 
 
 def _check_writable(flag: str, place: Path) -> None:
-    """Raise `ValueError` unless `place` is writable. In a folder, try to make a subfolder, to detect a full disk."""
+    """Raise `ValueError` unless `place` is writable; in a folder, make a temporary subfolder to detect a full disk."""
     permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
     if not os.access(place, permissions):
         raise ValueError(f"{flag}: this user may not write to {place}: choose another place")

@@ -1,4 +1,4 @@
-"""Builds the tokenizer, model, optimizer and data of `pretrain_gpt.py`, and trains."""
+"""Builds the tokenizer, model, optimizer and data of `pretrain_gpt.py`, and trains the model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 
 def without_first_load(args: Arguments) -> Arguments:
-    """Remove `--load` from the flags if `--load` and `--save` name the same folder, which has no checkpoint yet."""
+    """Remove `--load` from the flags if `--load` and `--save` name the same folder without a checkpoint."""
     if args.load is None or args.save is None or tracked(args.load) != "none":
         return args
     if Path(args.load).resolve() != Path(args.save).resolve():
@@ -101,10 +101,13 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
 def open_data(
     args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
-    """Open training and validation data at the positions in the training state. Closing `resources` closes the data.
+    """Open the training and validation data after the samples that earlier runs have consumed.
+
+    Closing `resources` closes the data.
 
     Raises:
-        ValueError: the data cannot be read, or too little data is left after the iterations before the checkpoint.
+        ValueError: the data cannot be read, or too little data is left after the samples that earlier runs have
+            consumed.
     """
     stages, progress = [unwrap_model(chunk) for chunk in state.model], state.progress
     reads = [bool(needed_tensors(args, embeds=stage.pre_process, is_last=stage.post_process)) for stage in stages]

@@ -1,4 +1,4 @@
-"""Refuses flags of selective recomputation with which megatron-core does not train."""
+"""Refuses recomputation flags with which megatron-core cannot train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv", "mh
 
 
 def check_recomputation(args: Arguments, *, for_this_machine: bool) -> None:
-    """Refuse flags of recomputation that contradict each other, and modules that megatron-core cannot recompute.
+    """Refuse recomputation flags that contradict each other, and modules that megatron-core cannot recompute.
 
     Args:
         for_this_machine: whether the job runs with the packages of this machine.

@@ -1,4 +1,4 @@
-"""Writes the exact values of every iteration for `--log-numerics`, and summarises a training in one line."""
+"""Logs exact losses, gradient norms and parameter digests (`--log-numerics`), and summarises a run in one line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file, from which a resumed run removes the lines of iterations after `iteration` and the
-            incomplete line of a killed run.
+        path: path of the file; a resumed run first removes all incomplete lines, and all lines of iterations after
+            `iteration`, from the file.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
@@ -54,7 +54,7 @@ class NumericsLog:
         self._on_log_rank(lambda: self._drop_lines_after(iteration))
 
     def _on_log_rank(self, write: Callable[[], None]) -> None:
-        """Run `write` on the rank that writes the file; a collective call.
+        """Run `write` on the rank that writes the file of `--log-numerics`; a collective call.
 
         Raises:
             SessionError: on all ranks, if the file cannot be written.
@@ -77,11 +77,11 @@ class NumericsLog:
         self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
-        """Write the line of an iteration to the file; a collective call.
+        """Append one iteration's line to the file of `--log-numerics`; a collective call.
 
         Args:
             lm_loss: the loss, on the rank that has computed the loss; None on other ranks.
-            digest: the `parameter_digest` of this rank after the iteration's step.
+            digest: the `parameter_digest` of this rank after the iteration's optimizer step.
         """
         digests: list[str] | None = [""] * dist.get_world_size() if dist.get_rank() == self._log_rank else None
         dist.gather_object(digest, digests, dst=self._log_rank)
@@ -100,7 +100,7 @@ class NumericsLog:
 
 
 def _iteration_of(line: str) -> float | None:
-    """Return the iteration of a line; infinity for an incomplete line; None for a line of another program."""
+    """Return the iteration of a log line; infinity for an incomplete line; None for a line of another program."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
@@ -111,7 +111,9 @@ def _iteration_of(line: str) -> float | None:
 
 
 class RunSummary:
-    """Averages the log lines since the last planning, except the first line, whose time includes the planning.
+    """Averages the times in the log lines since the last plan.
+
+    The first log line after a plan is left out, because its time includes the planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.

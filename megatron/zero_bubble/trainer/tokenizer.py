@@ -1,8 +1,8 @@
 """Loads tokenizers from local files, with the interface that megatron-core's datasets use.
 
-megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. Importing
-`transformers` also takes seconds on every rank. The tokenizers of this module use only the `tokenizers` library and
-read only local files, so that every rank of an offline cluster gets the same tokenizer.
+megatron-core's own Hugging Face tokenizers need the `transformers` package, and look up tokenizers on the Hugging Face
+hub. Importing `transformers` also takes seconds on every rank. The tokenizers of this module use only the `tokenizers`
+library and read only local files, so that every rank of an offline cluster gets the same tokenizer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LocalTokenizer(MegatronTokenizerBase):
     The tokenizer has no padding token. Therefore GPTDataset pads with -1, which is not the id of any token.
 
     Args:
-        vocab: the id of every token.
-        eod: the id that ends a document.
+        vocab: a dictionary from the text of every token to its id.
+        eod: the id of the token that ends a document.
         content: bytes that identify this tokenizer among tokenizers of its class, and do not depend on a path.
     """
 
@@ -68,7 +68,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """The id of the token that ends a document."""
         return self._eod
 
     @property
@@ -78,7 +78,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A `tokenizers.Tokenizer` that adds no special tokens to a text, as in megatron-core."""
+    """A tokenizer of the `tokenizers` library that, like megatron-core's, adds no special tokens to a text."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
@@ -137,9 +137,10 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: one of `TOKENIZER_TYPES`.
-        tokenizer_model: for `HuggingFaceTokenizer`, a tokenizer.json or a folder with a tokenizer.json. In a folder,
+        tokenizer_model: for `HuggingFaceTokenizer`, a tokenizer.json or a folder with a tokenizer.json. The folder's
             tokenizer_config.json may name the end-of-document token as `eos_token`.
-        vocab_size: for `NullTokenizer`, the number of tokens; for other types, a number to compare with the vocabulary.
+        vocab_size: for `NullTokenizer`, the number of tokens; for other types, a number that must not be below the
+            vocabulary size.
         vocab_file: for `GPT2BPETokenizer`, a vocab.json.
         merge_file: for `GPT2BPETokenizer`, a merges.txt.
 
@@ -193,7 +194,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Return the `eos_token` of the folder's tokenizer_config.json, a string or an object with a string `content`."""
+    """Return the text of `eos_token` in the folder's tokenizer_config.json; None without the file or the entry."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
