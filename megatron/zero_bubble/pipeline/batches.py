@@ -26,7 +26,7 @@ Load = Callable[[], Microbatches]
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
-    """Return `count` microbatches of a batch, on `device`.
+    """Divide a batch into `count` microbatches, and move their tensors to `device`.
 
     If `batch` is a pair (inputs, targets), its tensors are split along their first dimension. If `batch` is an
     iterator, each of its elements is one microbatch, a pair (inputs, targets).

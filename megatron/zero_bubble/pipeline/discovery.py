@@ -68,9 +68,9 @@ class StepMessages:
     def begin_as_before(self, load: Load, autocast: Autocast) -> None:
         """Pass the data of a training step to this rank's `LayerStage`, if possible without communication of the ranks.
 
-        The ranks communicate only if the previous step of the pipeline was not a training step. Otherwise the message
-        specs of the previous step are used again. An error in the step's data is recorded like the error of a failed
-        forward.
+        The ranks communicate only in the first step, and in a training step that follows an evaluation step. Other
+        training steps use the message specs of the previous step. An error in the data of such a step is recorded like
+        the error of a failed forward.
         """
         if self._trained_form is None:
             self.begin(load, autocast, trains=True)

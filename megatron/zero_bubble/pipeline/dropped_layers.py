@@ -74,7 +74,7 @@ class _DroppedCall:
         return output.tensors
 
     def recompute(self) -> None:
-        """Compute R of the layer: repeat the forward with the inputs and random states of F, with an autograd graph."""
+        """Compute R of the layer: repeat F with the same inputs and random states, and record an autograd graph."""
         pairs = zip(self._inputs, self._needs_gradient, strict=True)
         self._inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         devices, states = self._device_states
@@ -92,7 +92,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """Autograd function of a checkpointed layer, whose forward is repeated in R or, in a schedule without R, in B."""
+    """Autograd function of a checkpointed layer: R or, in a schedule without R, B repeats the layer's forward."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

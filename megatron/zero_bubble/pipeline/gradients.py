@@ -65,17 +65,18 @@ class TiedLayer:
         return {parameter for copies in self._copies() for stage, parameter in copies.items() if stage != first}
 
     def begin_step(self) -> None:
-        """Move the gradients of earlier steps out of `.grad`, because they are already summed over the copies."""
+        """Move earlier steps' gradients out of `.grad`: these gradients are already summed over the layer's copies."""
         self._before = {parameter: parameter.grad for copies in self._copies() for parameter in copies.values()}
         for parameter in self._before:
             parameter.grad = None
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum this step's gradients over all copies of the tied layer, in the order of the stages, for every copy.
+        """Sum this step's gradients over all copies of the tied layer, in stage order, and give each copy the sum.
 
-        The `.grad` of every copy of a parameter becomes the gradient of earlier steps plus this sum. If no copy of a
-        parameter has a gradient from this step, `.grad` becomes the gradient of earlier steps.
+        For every copy of a parameter, `.grad` becomes the parameter's gradient of earlier steps plus the sum of this
+        step's gradients. If no copy of a parameter has a gradient from this step, `.grad` becomes the parameter's
+        gradient of earlier steps.
         """
         every = self._copies()
         for copies, has_gradient in zip(every, self._has_gradient(every), strict=True):
@@ -104,7 +105,7 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
-        """Broadcast a weight or gradient from the rank of `stage` to all ranks with a copy; None is sent as zeros."""
+        """Broadcast a weight or gradient from `stage`'s rank to all ranks that hold a copy; None is sent as zeros."""
         result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
         if value is not None:
             result.copy_(value)
@@ -179,7 +180,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return the indices of each group."""
+    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return lists of indices."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 

@@ -134,5 +134,5 @@ class Summary:
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 
     def _unsplit_shares(self) -> list[tuple[str, str]]:
-        """Return pairs (module class, share of all parameters) of the classes whose weight gradients B computes."""
+        """Return pairs (module class, share of all parameters) for classes whose weight gradients B computes."""
         return [(name, f"{count / self.num_parameters:.1%}") for name, count in self.unsplit.most_common()]

@@ -36,7 +36,7 @@ class Interconnect:
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        """Open channels between stages for tensors on `device`, by default on `self.device`; a collective call."""
+        """Open channels between neighbouring stages, for tensors on `device` or `self.device`; a collective call."""
         device = device or self.device
         communicator = TorchCommunicator(self._global_ranks, self.rank, placement, device, self._timeout)
         self._open.append(communicator)
@@ -118,8 +118,8 @@ class Agreement:
         """Run `action` on every rank and return the results of all ranks; a collective call.
 
         Raises:
-            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Of
-                all failed ranks, the rank with the lowest number determines the error that every rank raises.
+            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Of all failed
+                ranks, the rank with the lowest number determines the error that every rank raises.
         """
         outcome = attempt(action)
         outcomes = self.gather(outcome)
@@ -133,7 +133,7 @@ class Agreement:
         return results[0]
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise the same error on all ranks if `error` is not None on any rank; a collective call.
+        """Raise the same error on all ranks if `error` is not None on some rank; a collective call.
 
         Of all ranks with an error, the rank with the lowest number determines which error is raised.
         """
