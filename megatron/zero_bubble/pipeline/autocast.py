@@ -28,7 +28,7 @@ class Autocast:
 
         Args:
             keeps_casts: whether autocast may cache the weights that it casts to another type. F of a checkpointed layer
-                passes False, because weights that are cast under `torch.no_grad` have no autograd graph.
+                sets `keeps_casts` to False, because weights that are cast under `torch.no_grad` have no autograd graph.
         """
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 

@@ -38,11 +38,11 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
     """Split weights into `num_parts` consecutive non-empty parts so that the sum of every part is at most `limit`.
 
-    Of all such partitions, return the partition with the smallest `sum(sum(part) ** 2 for part in parts)`. Ties are
-    broken by the smallest `sum(len(part) ** 2 for part in parts)`.
+    Of all partitions within `limit`, return the partition with the smallest `sum(sum(part) ** 2 for part in parts)`.
+    Ties are broken by the smallest `sum(len(part) ** 2 for part in parts)`.
 
     Args:
-        before: element n is the sum of the first n weights.
+        before: cumulative sums of the weights, of which the first is 0.
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]

@@ -69,8 +69,8 @@ class StepMessages:
         """Pass the data of a training step to this rank's `LayerStage`, if possible without communication of the ranks.
 
         The ranks communicate only in the first step, and in a training step that follows an evaluation step. Other
-        training steps use the message specs of the previous step. An error in the data of such a step is recorded like
-        the error of a failed forward.
+        training steps use the message specs of the previous step. If the ranks do not
+        communicate, an error in the step's data is recorded like the error of a failed forward.
         """
         if self._trained_form is None:
             self.begin(load, autocast, trains=True)
@@ -92,8 +92,8 @@ class StepMessages:
         """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs.
 
         Returns:
-            A text with all properties of this rank that determine the specs of messages. True if this rank has the
-            first stage and the inputs of microbatches differ in shape, otherwise False.
+            A text that lists all properties of this rank on which message specs depend. True if this rank has the first
+            stage and the inputs of microbatches differ in shape, otherwise False.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

@@ -53,7 +53,7 @@ class DroppingLayer:
 
 
 class _DroppedCall:
-    """A call of a checkpointed layer: F computes the call without an autograd graph, and R repeats it with a graph."""
+    """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
 
     def __init__(self, layer: Layer, given: MessageSpec, store: RecomputationStore, autocast: Autocast) -> None:
         self._layer, self._given, self._autocast = layer, given, autocast
@@ -92,7 +92,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """Autograd function of a checkpointed layer: R or, in a schedule without R, B repeats the layer's forward."""
+    """Autograd function of a checkpointed layer; R or, in a schedule without R, B repeats the layer's forward."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ import torch
 
 
 def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
-    """Yield a module's embeddings that have `max_norm`: their lookups scale down weight rows of a larger norm."""
+    """Yield a module's embeddings that have `max_norm`, and therefore scale down weight rows in lookups."""
     for inside in module.modules():
         if isinstance(inside, torch.nn.Embedding | torch.nn.EmbeddingBag) and inside.max_norm is not None:
             yield inside

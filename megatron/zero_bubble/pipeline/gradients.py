@@ -105,7 +105,7 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
-        """Broadcast a weight or gradient from `stage`'s rank to all ranks that hold a copy; None is sent as zeros."""
+        """Broadcast a weight or gradient from `stage`'s rank to the ranks of all copies; None is sent as zeros."""
         result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
         if value is not None:
             result.copy_(value)
@@ -180,7 +180,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return lists of indices."""
+    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return each group's indices."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 

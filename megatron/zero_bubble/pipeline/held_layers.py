@@ -114,7 +114,7 @@ class Summary:
     def text(self) -> str:
         """Return a text about the partition of layers and about the module classes whose weight gradients B computes.
 
-        For each such class, the text contains the share of the model's parameters that belongs to modules of the class.
+        For each of these module classes, the text contains the share of all parameters whose gradients B computes.
         """
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]

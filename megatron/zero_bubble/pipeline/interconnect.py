@@ -36,7 +36,10 @@ class Interconnect:
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        """Open channels between neighbouring stages, for tensors on `device` or `self.device`; a collective call."""
+        """Open channels between neighbouring stages for tensors on `device`; a collective call of all ranks.
+
+        If `device` is None, the channels are for tensors on `self.device`.
+        """
         device = device or self.device
         communicator = TorchCommunicator(self._global_ranks, self.rank, placement, device, self._timeout)
         self._open.append(communicator)

@@ -145,10 +145,10 @@ class LateSteps:
         self._pending = _UnvalidatedStep(reports, report, optimizer, max_norm, waits, cause, settings)
 
     def validate(self) -> bool:
-        """Wait for the `StepReport`s of all ranks, correct the last optimizer step if necessary, drop the gradients.
+        """Wait for the `StepReport`s of all ranks, correct the last optimizer step if necessary, and drop gradients.
 
         If the gradients have to be clipped, or if a rank has not taken the optimizer's step, every rank takes the step
-        from the clipped gradients; a rank that has taken the step already undoes it first.
+        from the clipped gradients; a rank that has taken the step before undoes the step first.
 
         Returns:
             Whether the ranks have repeated the last optimizer step or have taken it late; the same value on all ranks.
@@ -188,7 +188,7 @@ class LateSteps:
         return self._snapshots[optimizer]
 
     def close(self) -> None:
-        """Wait until the `StepReport`s of all ranks have arrived, and end the background thread that receives them."""
+        """Wait until the `StepReport`s of all ranks have arrived, and end the background thread."""
         self._lane.shutdown()
 
 

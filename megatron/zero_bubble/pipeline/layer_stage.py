@@ -36,7 +36,7 @@ class HeldLayer:
 
 
 class LayerStage:
-    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage` in place of tensors.
+    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s for tensors.
 
     The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
     finish the step, so that no rank waits forever and all ranks can raise the same error.

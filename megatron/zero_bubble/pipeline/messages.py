@@ -1,4 +1,4 @@
-"""Messages between stages: tensors inside tuples, lists and dicts, which are sent one by one on one channel.
+"""Messages between stages: tensors in nested tuples, lists and dicts; a channel carries the tensors one by one.
 
 The executor gets a `StageMessage` in place of a tensor, and a `MessageCommunicator` in place of a communicator. The
 executor does not access the tensors inside a message.
@@ -70,7 +70,7 @@ class MessageSpec:
         return replace(self, template=tuple(map(later, range(len(self.tensors)))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether two specs have equal structures, constants and types, and equal shapes unless `shapes_vary`."""
+        """Tell whether two specs have equal structures, constants, types and (unless `shapes_vary` is set) shapes."""
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
@@ -138,11 +138,11 @@ class StageMessage:
 
     @property
     def wanted(self) -> list[torch.Tensor]:
-        """The tensors whose gradients the sender needs."""
+        """The tensors of the message whose gradients the sender needs."""
         return list(compress(self.tensors, self.spec.needs_gradient))
 
     def requires_grad_(self) -> None:
-        """Set `requires_grad` of tensors whose gradients the sender needs; the executor calls this after a receive."""
+        """Set `requires_grad` of tensors whose gradients the sender needs; the executor calls it after a receive."""
         for tensor in self.wanted:
             tensor.requires_grad_()
 

@@ -31,7 +31,7 @@ class PipelineOptions:
             whose class name matches the regular expression REGEX. "profile" balances the measured times of the layers.
             A list as `partition` contains the index of the first layer of every stage except stage 0.
         example: a pair (inputs, targets) of one microbatch, with which `partition="profile"` measures the layers.
-        num_chunks: number of stages per rank; by default the number of the named schedule.
+        num_chunks: number of stages per rank; by default, the named schedule determines the number.
         memory_limit: limit for the activation memory of each rank: one number for all ranks, or a list with a number
             for each rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
             rank. The default of `memory_limit` is the memory that the named schedule needs.
@@ -41,7 +41,7 @@ class PipelineOptions:
             `offload`, microbatches keep the order of the data. If `offload` is None, no activations are copied to the
             host.
         checkpoint: whether all layers drop their activations in F and repeat their forward in R. The argument
-            `checkpoint` of a `LayerSpec` selects this recomputation for a single layer.
+            `checkpoint` of a `LayerSpec` selects recomputation for a single layer.
         split_layers: classes of layers, in addition to `weight_split.SPLIT_LAYERS`, whose backward is split into B and
             W (see `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a

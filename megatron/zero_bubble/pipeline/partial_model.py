@@ -16,7 +16,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 
 
 class PartialModel(nn.Module):
-    """A module with the layers of this rank, whose names are the same as in a `torch.nn.Sequential` of all layers."""
+    """A module that holds this rank's layers under their names in a `torch.nn.Sequential` of all layers."""
 
     def __init__(self) -> None:
         super().__init__()

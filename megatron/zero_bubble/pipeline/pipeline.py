@@ -47,8 +47,8 @@ logger = logging.getLogger("megatron.zero_bubble")
 class Pipeline(PartialModel):
     """A `torch.nn.Sequential` whose layers are spread over ranks.
 
-    As an `nn.Module`, a `Pipeline` holds the layers of this rank. A layer has the same name as in
-    `torch.nn.Sequential(*layers)`. Every method that trains or evaluates the model, clips gradients or gathers the
+    As an `nn.Module`, a `Pipeline` holds the layers of this rank. The names of the layers are the names
+    in `torch.nn.Sequential(*layers)`. Every method that trains or evaluates the model, clips gradients or gathers the
     model's state is a collective call of all ranks of the pipeline.
 
     Args:
@@ -60,7 +60,7 @@ class Pipeline(PartialModel):
         options: settings of the partition, memory limit, recomputation, shapes and post-validation.
         group: process group of the pipeline's ranks, by default all ranks of the job.
         replicas: process group of the ranks that hold the same stages as this rank, one rank of each replica of the
-            pipeline. Gradients are averaged over this group.
+            pipeline. Gradients are averaged over the group `replicas`.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. For another device or
             timeout, pass the result of `connect_ranks(group, device, timeout)`.
 
@@ -157,7 +157,7 @@ class Pipeline(PartialModel):
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
-        """Validate the last training step, and return the outcome; None if the outcome has been returned before.
+        """Validate the last training step, and return the outcome of the step; None if the outcome was returned before.
 
         Call `settle` before code outside the pipeline reads parameters or the optimizer's state. Methods of
         `Pipeline` need no preceding call of `settle`, because they validate the last training step themselves.

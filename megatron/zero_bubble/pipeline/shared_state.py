@@ -69,7 +69,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers, without non-persistent buffers, which are constants."""
+    """Yield a module's parameters and persistent buffers; a non-persistent buffer counts as a constant."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter

@@ -1,4 +1,4 @@
-"""Layers of a pipeline: modules, functions, or `LayerSpec`s, which only the rank that holds the layer builds."""
+"""Layers of a pipeline: modules, functions, or `LayerSpec`s; only the rank that holds a layer builds the layer."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class TiedLayerSpec(LayerSpec):
     equal weights stay equal.
 
     Args:
-        forward: function that runs the layer: `forward(module, input)` replaces `module(input)`. For example, an output
-            layer can multiply its input by the weight of the embedding.
+        forward: function that runs the layer as `forward(module, input)` in place of `module(input)`. For example, an
+            output layer can multiply its input by the weight of the embedding.
 
     Raises:
         ValueError: `key` is not a string, or `LayerSpec` refuses the other arguments.

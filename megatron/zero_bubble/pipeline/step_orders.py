@@ -63,8 +63,8 @@ class StepOrders:
         """Reorder the microbatches of `stage` for the training step that the `with` block runs; a collective call.
 
         Args:
-            recorder: the recorder with which the caller measures the step, or None. With None, the planner decides
-                whether the step is measured.
+            recorder: the recorder with which the caller measures the step, or None. If `recorder` is None, the
+                planner decides whether the step is measured.
 
         Yields:
             The recorder of the step; None if the step is not measured.

@@ -54,11 +54,11 @@ class DefersWeightGradients(Protocol):
     """A module that splits its own backward, so that `split_modules` does not split the module's submodules."""
 
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
-        """Defer weight gradients from now on; return the parameters whose gradients are deferred; called once.
+        """Defer weight gradients from now on; return the parameters whose gradients are deferred.
 
         While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
         and adds the weight gradients to `.grad`. While `store.is_deferring` is false, a backward computes the weight
-        gradients itself.
+        gradients itself. Each call of `split_modules` calls this method once.
         """
         ...
 
@@ -74,7 +74,7 @@ def split_modules(
     `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
-        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of such a layer takes one
+        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of these classes takes one
             tensor, returns one tensor, and does not keep the returned tensor. A layer of a class in `others` is split
             as a whole, and its submodules are not split.
 
