@@ -1,1 +1,1 @@
-"""Pipelines of plain PyTorch layers, without megatron-core: `Pipeline` splits layers over ranks and trains them."""
+"""Pipelines of plain PyTorch layers, without megatron-core: `Pipeline` trains layers that are split over ranks."""

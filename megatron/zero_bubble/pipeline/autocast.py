@@ -1,4 +1,4 @@
-"""Limits autocast to forwards: a backward computes in the types of its forward."""
+"""Limits autocast to forwards: the operations of a backward use the data types that the forward has chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """The settings of a `with torch.autocast(...)` block around a step."""
+    """The settings of the `with torch.autocast(...)` block around a training or evaluation step."""
 
     device_type: str
     is_enabled: bool
@@ -27,13 +27,14 @@ class Autocast:
         """Return an autocast context with the settings of this `Autocast`.
 
         Args:
-            keeps_casts: whether the context may cache cast weights; False for a forward without gradients.
+            keeps_casts: whether autocast may cache the weights that it casts to another type. F of a checkpointed layer
+                sets `keeps_casts` to False, because weights that are cast under `torch.no_grad` have no autograd graph.
         """
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager
     def only_in_forwards(self) -> Iterator[None]:
-        """Switch autocast off in the `with` block, and clear the cache of cast weights before and after the block."""
+        """Switch autocast off in the `with` block, and clear autocast's cache of weights before and after the block."""
         torch.clear_autocast_cache()
         try:
             with torch.autocast(self.device_type, enabled=False):

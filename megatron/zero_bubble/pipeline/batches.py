@@ -26,11 +26,14 @@ Load = Callable[[], Microbatches]
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
-    """Split a pair (inputs, targets) along the first dimension of the tensors, or take microbatches from an iterator.
+    """Divide a batch into `count` microbatches, and move their tensors to `device`.
+
+    If `batch` is a pair (inputs, targets), its tensors are split along their first dimension. If `batch` is an
+    iterator, each of its elements is one microbatch, a pair (inputs, targets).
 
     Raises:
-        ValueError: the batch has a wrong type, its tensors have unequal lengths, its length is no multiple of `count`,
-            or the iterator fails or ends too early.
+        ValueError: `batch` has a wrong type; tensors in `batch` have unequal lengths or a length that is no multiple of
+            `count`; or the iterator `batch` fails or ends before `count` microbatches.
     """
     if isinstance(batch, Iterator):
         pairs = []
@@ -64,7 +67,7 @@ def _inputs_and_targets(value: Any, problem: str) -> tuple[Any, Any]:
 
 
 def _split_tensors(value: Any, count: int) -> list[Any]:
-    """Cut every tensor inside `value` into `count` equal parts."""
+    """Cut every tensor inside `value` along its first dimension into `count` equal parts."""
     leaves, structure = pytree.tree_flatten(value)
     columns = []
     for leaf in leaves:
@@ -79,9 +82,11 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """Return the size of each microbatch, from `cu_seqlens` among the inputs or from the shape of the largest input.
+    """Return the size of each microbatch: the lengths of the microbatch's sequences.
 
-    If the largest input has several dimensions, the first dimension is the number of sequences.
+    If the inputs of a microbatch contain `cu_seqlens`, the lengths are computed from `cu_seqlens`, otherwise from the
+    shape of the largest input. If the largest input has several dimensions, the size of its first dimension is the
+    number of sequences.
     """
     sizes = []
     for value in inputs:
@@ -93,7 +98,7 @@ def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
 
 
 def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:
-    """Return the spec of the first microbatch's inputs, and whether another microbatch's inputs differ in shape.
+    """Return the `MessageSpec` of the first microbatch's inputs, and whether inputs of microbatches differ in shape.
 
     Raises:
         ValueError: the inputs of two microbatches differ in structure or type.

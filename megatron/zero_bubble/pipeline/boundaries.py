@@ -1,7 +1,7 @@
-"""Divides a model's layers among stages so that the largest load of a stage is minimal.
+"""Divides a model's layers among stages so that the load of the most heavily loaded stage is minimal.
 
-The weight of a layer is a number that measures the layer's load, such as its time. The load of a stage is the sum of
-the weights of the stage's layers.
+The weight of a layer is a number that measures the layer's load, for example the computing time of the layer. The load
+of a stage is the sum of the weights of the stage's layers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Boundaries = tuple[int, ...]
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
-    """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
+    """Split `weights` into consecutive non-empty parts so that `max(sum(part) for part in parts)` is minimal.
 
-    Ties are broken by the smallest total of the parts' squared sums, and then by the smallest total of the parts'
-    squared lengths.
+    Ties are broken by the smallest `sum(sum(part) ** 2 for part in parts)`, and then by the smallest
+    `sum(len(part) ** 2 for part in parts)`.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
@@ -36,9 +36,13 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
 
 
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
-    """Return the partition with the smallest total of the parts' squared sums in which no part's sum exceeds `limit`.
+    """Split weights into `num_parts` consecutive non-empty parts so that the sum of every part is at most `limit`.
 
-    Ties are broken by the smallest total of the parts' squared lengths.
+    Of all partitions within `limit`, return the partition with the smallest `sum(sum(part) ** 2 for part in parts)`.
+    Ties are broken by the smallest `sum(len(part) ** 2 for part in parts)`.
+
+    Args:
+        before: cumulative sums of the weights, of which the first is 0.
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
@@ -62,10 +66,10 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
 
 
 def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    """Return a user's boundaries between stages, completed by the first boundary 0 and the last boundary `num_layers`.
+    """Return the user's boundaries between stages, preceded by 0 and followed by `num_layers`.
 
     Raises:
-        ValueError: the boundaries do not leave at least one layer to each stage.
+        ValueError: there are not `num_stages - 1` boundaries, or a stage gets no layer.
     """
     complete = (0, *boundaries, num_layers)
     if len(boundaries) != num_stages - 1 or any(first >= end for first, end in pairwise(complete)):
@@ -77,10 +81,10 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
-    """Return 1 for each class name that the regular expression matches, ignoring case, and 0 for each other class name.
+    """Return one number for each class name: 1 if the regular expression `pattern` matches, ignoring case, otherwise 0.
 
     Raises:
-        ValueError: `pattern` is not a regular expression, or matches no class.
+        ValueError: `pattern` is not a valid regular expression, or matches no class name.
     """
     try:
         weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]

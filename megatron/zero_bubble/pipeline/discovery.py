@@ -13,13 +13,13 @@ from megatron.zero_bubble.schedule import Placement
 
 
 class StepMessages:
-    """Sets up the messages of each step of a pipeline; creating an instance is a collective call of all ranks.
+    """Finds the message specs for each step of a pipeline; creating an instance is a collective call of all ranks.
 
-    From the first step with microbatches of different shapes on, a header message announces the shape of each
-    activation.
+    In the first step whose microbatches differ in shape, and in all later steps, a header message announces the shape
+    of each activation.
 
     Args:
-        shapes_vary: whether header messages announce shapes in all steps.
+        shapes_vary: whether header messages announce the shapes of activations in every step.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class StepMessages:
         self.shapes_vary = True
 
     def begin(self, load: Load, autocast: Autocast, *, trains: bool) -> None:
-        """Pass the data and the message specs of a step to the stage; a collective call of all ranks.
+        """Pass the data and the message specs of a step to this rank's `LayerStage`; a collective call of all ranks.
 
         Args:
-            load: returns the step's microbatches; called on the ranks of the first and the last stage.
+            load: function that returns the step's microbatches, called on the ranks of the first and the last stage.
 
         Raises:
-            ValueError: on all ranks, if the data cannot be used or a layer fails.
+            ValueError: on all ranks, if the step's data are invalid or the forward of a layer fails.
         """
         described = self._agreement.collect(lambda: self._describe(load, autocast))
         if not self.shapes_vary and any(vary for _, vary in described):
@@ -66,9 +66,11 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Load, autocast: Autocast) -> None:
-        """Pass the data of a training step to the stage; after another training step, the ranks do not communicate.
+        """Pass the data of a training step to this rank's `LayerStage`, if possible without communication of the ranks.
 
-        Data that cannot be used has the same effect as a failed forward.
+        The ranks communicate only in the first step, and in a training step that follows an evaluation step. Other
+        training steps use the message specs of the previous step. If the ranks do not
+        communicate, an error in the step's data is recorded like the error of a failed forward.
         """
         if self._trained_form is None:
             self.begin(load, autocast, trains=True)
@@ -87,11 +89,11 @@ class StepMessages:
             self._stage.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
 
     def _describe(self, load: Load, autocast: Autocast) -> tuple[str, bool]:
-        """Pass the data of a step to the stage, and describe this rank.
+        """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs.
 
         Returns:
-            A text with all properties of this rank that determine the specs of messages. True if this rank has the
-            first stage and the inputs of microbatches differ in shape, otherwise False.
+            A text that lists all properties of this rank on which message specs depend. True if this rank has the first
+            stage and the inputs of microbatches differ in shape, otherwise False.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
@@ -102,10 +104,10 @@ class StepMessages:
         return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
 
     def _discover(self) -> dict[int, MessageSpec]:
-        """Return the message spec of each stage except the last; a collective call of all ranks.
+        """Return stage -> spec of the message that the stage sends to the next stage; a collective call of all ranks.
 
         Raises:
-            ValueError: on all ranks, if a layer fails.
+            ValueError: on all ranks, if the forward of a layer or the loss function fails.
         """
         specs: dict[int, MessageSpec] = {}
         incoming: StageMessage | None = None

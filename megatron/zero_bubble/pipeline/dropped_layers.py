@@ -17,7 +17,7 @@ Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer, whose activations an F keeps or drops according to `RecomputationStore.mode`."""
+    """Runs a checkpointed layer; `RecomputationStore.mode` decides whether F keeps or drops the layer's activations."""
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device
@@ -39,9 +39,10 @@ class DroppingLayer:
         return call.returned.value_of(outputs)
 
     def _probe(self, value: Any) -> Any:
-        """Run the layer, and copy the input of all later calls if the layer changes its input in place.
+        """Run the layer; if the layer changes its input in place, give the layer a copy of its input in later calls.
 
-        Without the copy, F would overwrite the input of R, and autograd would refuse the change of a leaf tensor in R.
+        Without a copy of the input, F would overwrite the input that R needs, and in R autograd would refuse the
+        in-place change of a leaf tensor.
         """
         before = versions_of(value)
         output = self._layer(value)
@@ -52,7 +53,7 @@ class DroppingLayer:
 
 
 class _DroppedCall:
-    """One call of a checkpointed layer, which runs in F without a graph, and again in R with a graph."""
+    """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
 
     def __init__(self, layer: Layer, given: MessageSpec, store: RecomputationStore, autocast: Autocast) -> None:
         self._layer, self._given, self._autocast = layer, given, autocast
@@ -62,7 +63,7 @@ class _DroppedCall:
         self._output: StageMessage | None = None
 
     def run(self, tensors: tuple[torch.Tensor, ...], needs_gradient: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Run F, and keep the inputs and the states of the random number generators."""
+        """Compute F of the layer, and keep the layer's inputs and the states of the random number generators for R."""
         self._inputs, self._needs_gradient = tensors, needs_gradient
         self._random_state, self._device_states = torch.get_rng_state(), get_device_states(*tensors)
         with torch.no_grad(), self._autocast.forward(keeps_casts=False):
@@ -73,7 +74,7 @@ class _DroppedCall:
         return output.tensors
 
     def recompute(self) -> None:
-        """Run R: run the layer again from the kept inputs and random states, with gradients."""
+        """Compute R of the layer: repeat F with the same inputs and random states, and record an autograd graph."""
         pairs = zip(self._inputs, self._needs_gradient, strict=True)
         self._inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         devices, states = self._device_states
@@ -91,7 +92,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """A call of a checkpointed layer, which runs again before the backward: in R or, in a schedule without R, in B."""
+    """Autograd function of a checkpointed layer; R or, in a schedule without R, B repeats the layer's forward."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

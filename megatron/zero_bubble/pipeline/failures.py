@@ -1,4 +1,4 @@
-"""Errors of the user's layers, losses and optimizers, with the name of the part that has failed."""
+"""Errors in the user's layers, loss function or optimizer; each error names what has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 
 class Failure(NamedTuple):
-    """A failed forward. Failures are ordered by microbatch, then by stage; the first failure causes the others."""
+    """An error in a step. Failures are ordered by microbatch, then by stage; the step raises the first failure."""
 
     microbatch: int
     stage: int
@@ -19,7 +19,7 @@ class Failure(NamedTuple):
 
 @contextmanager
 def failing_as(name: str) -> Iterator[None]:
-    """Replace an error of the `with` block by a `ValueError` that says that the part `name` has failed."""
+    """Replace an error in the `with` block by a `ValueError` with the text "`name` failed" and the error's own text."""
     try:
         yield
     except Exception as error:

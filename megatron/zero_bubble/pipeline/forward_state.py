@@ -1,4 +1,4 @@
-"""Undoes the side effects of forwards: changes of random states, buffers, and weights with `max_norm`."""
+"""Undoes the side effects of forwards: changes of random states, buffers, and weights of embeddings with `max_norm`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
-    """Yield a module's embeddings with `max_norm`, whose lookups scale down weight rows of a larger norm."""
+    """Yield a module's embeddings that have `max_norm`, and therefore scale down weight rows in lookups."""
     for inside in module.modules():
         if isinstance(inside, torch.nn.Embedding | torch.nn.EmbeddingBag) and inside.max_norm is not None:
             yield inside
 
 
 class ForwardState:
-    """A copy of the state that forwards of `modules` change: random states, buffers, and weights with `max_norm`."""
+    """A copy of what forwards can change: random states, buffers, and the weights of embeddings with `max_norm`."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._random_state = torch.get_rng_state()
@@ -30,7 +30,7 @@ class ForwardState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the random states, the buffer tensors, and the values of buffers and weights."""
+        """Restore random states, buffers and weights; a replaced buffer becomes the earlier tensor object again."""
         torch.set_rng_state(self._random_state)
         if self._device_state is not None:
             torch.cuda.set_rng_state(self._device_state, self._device)
@@ -42,7 +42,7 @@ class ForwardState:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that contains each element in memory once, even if `tensor` is expanded."""
+    """Return a view of `tensor` that contains each element in memory once, even if `tensor` was expanded."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -20,14 +20,14 @@ from megatron.zero_bubble.schedule import Placement
 
 
 class TiedLayer:
-    """Keeps the copies of a tied layer equal: all copies start with the first copy's weights and get equal gradients.
+    """Keeps the copies of a tied layer equal: all copies get the same initial weights and equal gradients.
 
     Creating a `TiedLayer` is a collective call of the ranks that hold a copy of the layer.
 
     Args:
         stages: the stages that have a copy of the layer, in ascending order; several of these stages may be on one
             rank.
-        own: stage -> the module of the layer's copy, for the stages of this rank.
+        own: stage of this rank -> module that is the stage's copy of the tied layer.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class TiedLayer:
                     parameter.copy_(value)
 
     def _copies(self) -> list[dict[int, torch.nn.Parameter]]:
-        """Return this rank's copies of each parameter of the layer, by stage.
+        """Return for each parameter of the tied layer a dict: stage of this rank -> the stage's copy of the parameter.
 
-        The parameters are read at each call, because `load_state_dict(..., assign=True)` replaces parameters.
+        Each call reads the parameters from the modules, because `load_state_dict(..., assign=True)` replaces
+        parameters.
         """
         parameters = zip(*(module.parameters() for module in self._modules.values()), strict=True)
         return [dict(zip(self._modules, copies, strict=True)) for copies in parameters]
@@ -64,16 +65,18 @@ class TiedLayer:
         return {parameter for copies in self._copies() for stage, parameter in copies.items() if stage != first}
 
     def begin_step(self) -> None:
-        """Set aside the gradients of earlier steps, which are already sums over all copies of the layer."""
+        """Move earlier steps' gradients out of `.grad`: these gradients are already summed over the layer's copies."""
         self._before = {parameter: parameter.grad for copies in self._copies() for parameter in copies.values()}
         for parameter in self._before:
             parameter.grad = None
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
+        """Sum this step's gradients over all copies of the tied layer, in stage order, and give each copy the sum.
 
-        If no copy has a gradient of this step for a parameter, the parameter keeps its gradient of earlier steps.
+        For every copy of a parameter, `.grad` becomes the parameter's gradient of earlier steps plus the sum of this
+        step's gradients. If no copy of a parameter has a gradient from this step, `.grad` becomes the parameter's
+        gradient of earlier steps.
         """
         every = self._copies()
         for copies, has_gradient in zip(every, self._has_gradient(every), strict=True):
@@ -89,7 +92,7 @@ class TiedLayer:
         self._before = {}
 
     def _has_gradient(self, every: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
-        """Return for each parameter whether any copy on any rank has a gradient; a collective call."""
+        """Return for each parameter of the tied layer whether any of its copies has a gradient; a collective call."""
         own = [any(parameter.grad is not None for parameter in copies.values()) for copies in every]
         if self._collectives is None or not own:
             return own
@@ -102,7 +105,7 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
-        """Broadcast the `value` of the rank of `stage`, the value of a parameter in `copies`; None is sent as zeros."""
+        """Broadcast a weight or gradient from `stage`'s rank to the ranks of all copies; None is sent as zeros."""
         result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
         if value is not None:
             result.copy_(value)
@@ -114,7 +117,10 @@ class TiedLayer:
 def connect_ties(
     layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect
 ) -> list[TiedLayer]:
-    """Connect this rank's copies of layers that are tied across stages, in the same order on all ranks."""
+    """Create a `TiedLayer` for each layer that is tied across stages and has a copy on this rank.
+
+    All ranks create the instances of `TiedLayer` in the same order.
+    """
     placement = layout.schedule.placement
     stages_of: dict[str, list[int]] = defaultdict(list)
     for stage in range(placement.num_stages):
@@ -128,7 +134,7 @@ def connect_ties(
 
 
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum.
+    """Average gradients over replicas as DistributedDataParallel does: divide by the number of replicas, then sum.
 
     If no replica has a gradient for a parameter, the parameter gets no gradient.
     """
@@ -156,10 +162,11 @@ LayerNorm = tuple[int, torch.dtype, torch.Tensor]
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
-    """Return the norms of this rank's gradients, computed by the same functions as in `torch.nn.utils.get_total_norm`.
+    """Return the norm of each gradient of this rank, computed by the functions in `torch.nn.utils.get_total_norm`.
 
     Args:
-        counted: (index of the layer, parameter) of each parameter without a copy on an earlier stage, in model order.
+        counted: pairs (index of a layer, parameter of the layer), in the order of the model. A parameter of a tied
+            layer is listed only on the first stage with a copy of the layer.
     """
     grads = [(layer, _values(parameter.grad)) for layer, parameter in counted if parameter.grad is not None]
     norms: dict[int, torch.Tensor] = {}
@@ -173,23 +180,23 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors of each device and type, grouped as in `torch.nn.utils.get_total_norm`."""
+    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return each group's indices."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a non-empty dense tensor whose norm equals the norm of the gradient."""
+    """Return a non-empty dense tensor whose norm equals the norm of `gradient`."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     # An empty tensor has no largest value.
     return values if values.numel() else values.new_zeros(1)
 
 
 def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all ranks' gradients, equal bit by bit to the norm in a single process.
+    """Return the norm of all ranks' gradients; training in a single process would give the same norm, bit by bit.
 
-    The gradients' norms are combined on `device`, in the order of `torch.nn.utils.get_total_norm`: by type, then in the
-    order of the model's parameters.
+    The total norm is computed on `device` from the norms of the single gradients, in the same order as in
+    `torch.nn.utils.get_total_norm`: by type, and within a type in the order of the model's parameters.
     """
     if not norms:
         return torch.tensor(0.0)

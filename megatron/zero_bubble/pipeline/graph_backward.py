@@ -1,4 +1,4 @@
-"""Runs autograd's backward from edges of the graph."""
+"""Runs the autograd engine's backward from given edges of the autograd graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def run_backward(
     keeps_graph: bool = False,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run autograd from `edges`; return the gradients of `inputs`, or add them to `.grad` if `accumulates` is set.
+    """Run the backward from `edges`, and return the gradients of `inputs`.
 
-    Without `inputs`, autograd adds gradients to `.grad` of all leaves. The engine is called directly, because
-    `torch.autograd.backward` does not take graph edges in the oldest supported version of torch.
+    If `accumulates` is set, the gradients are added to `.grad` and not returned. Without `inputs`, autograd adds
+    gradients to `.grad` of all leaves of the graph. The function calls the autograd engine directly, because
+    `torch.autograd.backward` does not accept graph edges in the oldest supported version of torch.
     """
     if not edges:
         return (None,) * len(inputs)

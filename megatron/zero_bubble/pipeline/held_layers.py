@@ -1,4 +1,4 @@
-"""Builds the layers of one rank, and summarizes the layers of all ranks."""
+"""Builds the layers of one rank, and describes how the layers of the model are partitioned among all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HeldLayers:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Builds layers; `layers` and `options` have the same meaning as in `Pipeline`."""
+    """Builds the layers of a rank; the fields `layers` and `options` are the arguments of `Pipeline` of these names."""
 
     layers: Sequence[Any]
     device: torch.device
@@ -54,7 +54,7 @@ class LayerBuilder:
         """Build the layers of the stages of `rank`.
 
         Raises:
-            ValueError: a layer cannot be built, or has `max_norm` although `post_validation` is set.
+            ValueError: a layer cannot be built, or a layer has an embedding with `max_norm` under `post_validation`.
         """
         chunks: list[list[HeldLayer]] = []
         tied: dict[str, dict[int, nn.Module]] = defaultdict(dict)
@@ -78,7 +78,7 @@ class LayerBuilder:
         return HeldLayer(index, class_name_of(layer), module, call)
 
     def _module(self, index: int, stage: int, tied: dict[str, dict[int, nn.Module]]) -> nn.Module:
-        """Build the module of a layer; layers of one stage that are tied to each other share one module."""
+        """Return the module of layer `index`; tied layers with the same key share one module on each stage."""
         key = tie_of(self.layers[index])
         if key is None:
             return built(self.layers, index, self.device)
@@ -87,7 +87,7 @@ class LayerBuilder:
         return tied[key][stage]
 
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
-        """Split the backward of a stage's layers, and count the parameters whose gradients B computes."""
+        """Split the backward of a stage's layers into B and W; count the parameters whose gradients stay in B."""
         # A tied layer need not call its module's forward.
         specs = ((layer, self.layers[layer.index]) for layer in chunk)
         called = {id(layer.module) for layer, spec in specs if isinstance(spec, TiedLayerSpec) and spec.forward}
@@ -103,7 +103,7 @@ class LayerBuilder:
 
 @dataclass(frozen=True)
 class Summary:
-    """The partition and the schedule of a pipeline, and the classes of layers whose W stays in B."""
+    """The partition and the schedule of a pipeline, and the classes of modules whose weight gradients B computes."""
 
     layout: StageLayout
     unsplit: Unsplit
@@ -112,7 +112,10 @@ class Summary:
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
-        """Describe the partition, and list each class whose W stays in B with its share of the parameters."""
+        """Return a text about the partition of layers and about the module classes whose weight gradients B computes.
+
+        For each of these module classes, the text contains the share of all parameters whose gradients B computes.
+        """
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):
@@ -126,10 +129,10 @@ class Summary:
         return "\n".join(lines)
 
     def notice(self) -> str | None:
-        """Return a line that lists the classes of layers whose W stays in B; None if every W is split off."""
+        """Return a line with the module classes whose weight gradients B computes; None if there is no such class."""
         shares = ", ".join(f"{name} ({share} of the parameters)" for name, share in self._unsplit_shares())
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 
     def _unsplit_shares(self) -> list[tuple[str, str]]:
-        """Return (class, share of the parameters) for each class whose W stays in B; the largest share is first."""
+        """Return pairs (module class, share of all parameters) for classes whose weight gradients B computes."""
         return [(name, f"{count / self.num_parameters:.1%}") for name, count in self.unsplit.most_common()]

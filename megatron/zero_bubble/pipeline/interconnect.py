@@ -1,4 +1,4 @@
-"""Connections between the ranks of a pipeline: channels between neighbours, and collectives among some or all ranks."""
+"""Connections between the ranks of a pipeline: channels between neighbours, and collectives of several ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Interconnect:
     """The connections of one rank over torch.distributed; ranks are numbered within the pipeline, not within the job.
 
     Args:
-        group: the ranks of the pipeline, in pipeline order.
-        device: the device of layers and messages.
+        group: process group of the pipeline's ranks, in the order of the pipeline.
+        device: the device that holds layers and messages.
         timeout: the longest time that a message or a collective may take.
     """
 
@@ -36,7 +36,10 @@ class Interconnect:
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        """Open channels between neighbouring stages, by default for tensors on `self.device`; a collective call."""
+        """Open channels between neighbouring stages for tensors on `device`; a collective call of all ranks.
+
+        If `device` is None, the channels are for tensors on `self.device`.
+        """
         device = device or self.device
         communicator = TorchCommunicator(self._global_ranks, self.rank, placement, device, self._timeout)
         self._open.append(communicator)
@@ -64,8 +67,9 @@ def connect_ranks(
     """Connect the ranks of a pipeline over torch.distributed.
 
     Args:
-        group: the ranks of the pipeline, by default all ranks of the job.
-        device: the device of layers and messages; by default this process's GPU with NCCL, otherwise the CPU.
+        group: process group of the pipeline's ranks, by default all ranks of the job.
+        device: the device that holds layers and messages. By default, this is the current GPU if `group` uses NCCL, and
+            otherwise the CPU.
         timeout: how long a rank waits for a message or a collective before the job fails.
 
     Raises:
@@ -90,11 +94,11 @@ class Agreement:
         self._is_closed = False
 
     def close(self) -> None:
-        """Forbid later exchanges of values, which then raise `ValueError`."""
+        """Close this `Agreement`: its other methods raise `ValueError` from now on."""
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Raise `ValueError` if `close` was called."""
+        """Raise `ValueError` if this `Agreement` is closed."""
         if self._is_closed:
             raise ValueError("the pipeline is closed: make another one, or call close() later")
 
@@ -117,8 +121,8 @@ class Agreement:
         """Run `action` on every rank and return the results of all ranks; a collective call.
 
         Raises:
-            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Every rank raises the error of
-                the lowest failed rank.
+            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Of all failed
+                ranks, the rank with the lowest number determines the error that every rank raises.
         """
         outcome = attempt(action)
         outcomes = self.gather(outcome)
@@ -132,9 +136,12 @@ class Agreement:
         return results[0]
 
     def raise_any(self, error: Exception | None) -> None:
-        """If any rank passes an error, raise the error of the lowest such rank on all ranks; a collective call."""
+        """Raise the same error on all ranks if `error` is not None on some rank; a collective call.
+
+        Of all ranks with an error, the rank with the lowest number determines which error is raised.
+        """
         raise_first(self.gather(error), error)
 
     def on(self, rank: int, action: Callable[[], T]) -> T:
-        """Run `action` on one rank and return the result on every rank; raises the same errors as `collect`."""
+        """Run `action` only on `rank`, and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])

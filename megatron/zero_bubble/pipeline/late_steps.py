@@ -1,11 +1,12 @@
-"""Takes the optimizer's step before the norm of all gradients is known, and repeats a step that should have clipped.
+"""Takes optimizer steps before the norm of all gradients is known; repeats a step if the gradients had to be clipped.
 
-A rank takes the optimizer's step as soon as the rank's own gradients are complete. In the background, the rank sends
-the norms of its gradients to all ranks, while it runs the forwards of the next training step. Before the first backward
-of the next step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the
-optimizer's step, clips the gradients, takes the step again, and runs the forwards again. Parameters, losses and norms
-equal, bit by bit, the results of optimizer steps that wait for the norm of all gradients. While the gradients of many
-steps have to be clipped, optimizer steps wait for the norm of all gradients (see `RecentSteps`).
+A rank takes the optimizer's step as soon as the rank's own gradients are complete. During the forwards of the next
+training step, the rank sends the norms of its gradients to all ranks in the background. Before the first backward of
+the next training step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes
+the optimizer's step, clips the gradients, takes the optimizer's step again, and repeats the forwards of the next
+training step. Parameters, losses and gradient norms are bit by bit the same as in training whose optimizer steps wait
+for the norm of all gradients. If the gradients of many recent steps had to be clipped, the next optimizer step waits
+for the norm of all gradients (see `RecentSteps`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class StepReport(NamedTuple):
 
 @dataclass
 class _UnvalidatedStep:
-    """A training step whose optimizer step has not been validated."""
+    """A training step whose optimizer step has not been validated yet."""
 
     reports: Future[list[StepReport]]
     own: StepReport
@@ -90,19 +91,19 @@ class LateSteps:
         self._recent = RecentSteps()
 
     def take_outcome(self) -> TrainingOutcome | None:
-        """Return the outcome of the last validated step and clear it; None if there is no new outcome."""
+        """Return the outcome of the last validated training step; None if an earlier call has returned this outcome."""
         outcome, self._outcome = self._outcome, None
         return outcome
 
     def run(self, load: Load, optimizer: torch.optim.Optimizer) -> None:
-        """Run the forwards and backwards of a step, and validate the previous step before the first backward.
+        """Run the forwards and backwards of a training step; validate the previous step before the first backward.
 
-        If the previous optimizer step waits for the norms of all ranks, the previous step is validated before the first
-        forward of the new step.
+        If the optimizer's step of the previous training step waits for the norm of all gradients, the previous training
+        step is validated before the first forward of the new training step.
 
         Args:
-            load: returns the step's microbatches; called on the ranks of the first and the last stage.
-            optimizer: the optimizer that will be passed to `step`.
+            load: function that returns the step's microbatches, called on the ranks of the first and the last stage.
+            optimizer: the optimizer that the caller will pass to `LateSteps.step` for the same training step.
         """
         self._next_optimizer = optimizer
         if self._pending is not None and self._pending.waits:
@@ -123,7 +124,11 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step unless it is delayed or known to be wrong, and start to send a `StepReport`."""
+        """Take the optimizer's step if it need not wait, and start to send this rank's `StepReport` to all ranks.
+
+        The optimizer's step is not taken if a forward has failed on this rank, if optimizer steps wait for the norm of
+        all gradients, or if this rank's gradients alone have a norm that requires clipping.
+        """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._model.gradient_norms()
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
@@ -140,15 +145,18 @@ class LateSteps:
         self._pending = _UnvalidatedStep(reports, report, optimizer, max_norm, waits, cause, settings)
 
     def validate(self) -> bool:
-        """Wait for the reports of all ranks, undo and repeat a wrong optimizer step, and drop the gradients.
+        """Wait for the `StepReport`s of all ranks, correct the last optimizer step if necessary, and drop gradients.
+
+        If the gradients have to be clipped, or if a rank has not taken the optimizer's step, every rank takes the step
+        from the clipped gradients; a rank that has taken the step before undoes the step first.
 
         Returns:
-            Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
+            Whether the ranks have repeated the last optimizer step or have taken it late; the same value on all ranks.
 
         Raises:
-            ValueError: on all ranks, if a forward or an optimizer's step has failed, or if a wrong step cannot be
-                repeated because gradients have changed. Before the error is raised, every rank that has taken the
-                optimizer's step undoes this step.
+            ValueError: on all ranks, if a forward or an optimizer's step has failed, or if an optimizer's step cannot
+                be repeated because the user has changed gradients. Every rank that has taken the optimizer's step
+                undoes this step before the rank raises `ValueError`.
         """
         if self._pending is None:
             return False
@@ -180,7 +188,7 @@ class LateSteps:
         return self._snapshots[optimizer]
 
     def close(self) -> None:
-        """Wait for the reports of all ranks, and end the background thread."""
+        """Wait until the `StepReport`s of all ranks have arrived, and end the background thread."""
         self._lane.shutdown()
 
 
@@ -200,5 +208,5 @@ def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """Tell whether `clip_grads_with_norm_` multiplies gradients of this norm by a factor other than 1."""
+    """Tell whether `clip_grads_with_norm_` would change gradients whose total norm is `norm`."""
     return not bool(max_norm / (norm + 1e-6) >= 1.0)

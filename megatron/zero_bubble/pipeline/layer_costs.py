@@ -24,7 +24,7 @@ _RUNS = 6
 
 
 class LayerTimes(NamedTuple):
-    """Seconds that a layer takes for one microbatch."""
+    """Times of F, B and W of a layer or stage for one microbatch, in seconds."""
 
     time_f: float
     time_b: float
@@ -38,15 +38,15 @@ def measure_layers(
     device: torch.device,
     split_layers: Sequence[type[nn.Module]] = (),
 ) -> list[LayerTimes]:
-    """Return the median times of every layer; the times of the loss are added to the times of the last layer.
+    """Return the median times of F, B and W of every layer; the last layer includes the times of the loss function.
 
     `measure_layers` runs a copy of each layer, so that the layers themselves do not change.
 
     Args:
-        example: inputs and targets of one microbatch.
+        example: a pair (inputs, targets) of one microbatch.
 
     Raises:
-        ValueError: a layer or the loss cannot be copied, or fails while it is measured.
+        ValueError: a layer or the loss function cannot be copied, or fails during the measurement.
     """
     value, targets = example
     times = []
@@ -65,7 +65,7 @@ def measure_layers(
 
 
 def _copied(module: nn.Module) -> Any:
-    """Copy a module, even if the module keeps a tensor of an autograd graph, such as a pruned weight."""
+    """Copy a module, even if one of its attributes is a tensor with an autograd graph, such as a pruned weight."""
     attributes = (value for each in module.modules() for value in vars(each).values())
     computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
     return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in computed})
@@ -74,7 +74,7 @@ def _copied(module: nn.Module) -> Any:
 def _measure(
     call: Callable[[Any], Any], value: Any, store: WeightGradStore, device: torch.device, *, needs_input_grad: bool
 ) -> tuple[LayerTimes, Any]:
-    """Run a layer several times; return its times and its output."""
+    """Run a layer several times; return the layer's median times of F, B and W, and the layer's output."""
     clock = device_clock(device)
     given = StageMessage.of(value)
     runs = []
@@ -101,7 +101,7 @@ def _measure(
 
 
 def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
-    """Return the median times of one microbatch for each stage of `rank`, from the measured operations of a step.
+    """Compute the median times of F, B and W on each stage of `rank` from the measured operations of a step.
 
     `time_b` includes the time of R and, in schedules that do not split the backward, the time of W.
     """

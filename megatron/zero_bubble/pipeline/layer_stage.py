@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 @dataclass(frozen=True)
 class HeldLayer:
-    """A layer of one rank."""
+    """A layer that one rank holds."""
 
     index: int
     """Position of the layer among all layers of the model."""
@@ -36,14 +36,14 @@ class HeldLayer:
 
 
 class LayerStage:
-    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage` in place of tensors.
+    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s for tensors.
 
     The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
     finish the step, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
-        chunks: the layers of each of the rank's stages.
-        loss_fn: called with the output of the last layer and the targets of a microbatch.
+        chunks: for each stage of the rank, a list of the stage's layers.
+        loss_fn: the loss function of the output of the last layer and the targets of a microbatch.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class LayerStage:
         self.begin(Microbatches([], []), Autocast.current(device.type))
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
-        """Set the data of a step; `microbatches` is empty on ranks with neither the first nor the last stage."""
+        """Set the data of a step; `microbatches` is empty on ranks that hold neither the first nor the last stage."""
         self.microbatches, self.autocast = microbatches, autocast
         self._places: Sequence[int] = ()
         self.forget_forwards()
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Reorder the step's microbatches: the schedule's microbatch k is the data's microbatch number `places[k]`."""
+        """Reorder the step's microbatches: microbatch k of the schedule becomes microbatch `places[k]` of the data."""
         self._places = places
         if self.microbatches.targets:
             self.microbatches = Microbatches(*([values[n] for n in places] for values in self.microbatches))
@@ -83,18 +83,18 @@ class LayerStage:
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
         """Set the structure, shapes and types of the message that each stage sends to the next stage.
 
-        If `shapes_vary` is set, the shapes in `sent` are only examples.
+        If `shapes_vary` is set, microbatches may have other shapes than the shapes in `sent`.
         """
         self._sent, self._shapes_vary = sent, shapes_vary
         self._expected = {stage: spec.announced() if shapes_vary else spec for stage, spec in sent.items()}
 
     def trained_parameters(self) -> list[bool]:
-        """Return `requires_grad` of every parameter; these values decide which gradients the stages exchange."""
+        """Return `requires_grad` of this rank's parameters; the values decide which gradients the stages exchange."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
     def forget_forwards(self) -> None:
-        """Forget the results of the forwards that have run in this step."""
+        """Discard what this step's forwards have recorded: losses, failures and the shapes of gradients."""
         self.losses: dict[int, torch.Tensor] = {}
         self.failures: list[Failure] = []
         self.cause: Exception | None = None
@@ -110,10 +110,10 @@ class LayerStage:
         self.forget_forwards()
 
     def step(self) -> None:
-        """Do nothing, because gradients are summed over tied layers and replicas later, before the optimizer's step."""
+        """Do nothing: gradients are summed over tied layers' copies and replicas later, before the optimizer's step."""
 
     def end(self) -> torch.Tensor | None:
-        """Forget the data of the step and return the step's loss; None if the last stage is not on this rank."""
+        """Release the data of the step, and return the step's loss; None if the last stage is not on this rank."""
         losses = [self.losses[microbatch] for microbatch in sorted(self.losses)]
         self.microbatches, self.losses, self._gradients = Microbatches([], []), {}, {}
         return sum(losses[1:], start=losses[0]) if losses else None
@@ -200,10 +200,10 @@ class LayerStage:
         return gradients
 
     def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
-        """Run the forward of `stage` on the first microbatch without side effects; return the stage's message.
+        """Run the forward of `stage` on the first microbatch without side effects; return the stage's output.
 
         Raises:
-            ValueError: a layer or the loss fails, or returns an unsupported value.
+            ValueError: a layer or the loss function fails, or returns a value of an unsupported type.
         """
         chunk = self.stages.index(stage)
         if message is not None:
@@ -245,7 +245,7 @@ class LayerStage:
         return output
 
     def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether a layer of the chunk is checkpointed: in F, all outputs of such a layer require a gradient."""
+        """Tell whether the chunk has a checkpointed layer; in F, outputs of checkpointed layers require gradients."""
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
@@ -260,7 +260,7 @@ class LayerStage:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Undo the side effects of forwards in the `with` block."""
+        """Undo the side effects of the forwards in the `with` block at the end of the block."""
         before = self._forward_state()
         try:
             yield

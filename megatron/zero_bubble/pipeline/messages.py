@@ -1,7 +1,7 @@
-"""Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
+"""Messages between stages: tensors in nested tuples, lists and dicts; a channel carries the tensors one by one.
 
 The executor gets a `StageMessage` in place of a tensor, and a `MessageCommunicator` in place of a communicator. The
-executor does not read the tensors inside of a message.
+executor does not access the tensors inside a message.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class MessageSpec:
         return [leaf for leaf in pytree.tree_leaves(self.template) if isinstance(leaf, AnySpec)]
 
     def gradients(self) -> MessageSpec:
-        """Return the spec of the receiver's answer: the gradients of the tensors that need gradients."""
+        """Return the spec of the message that the receiver sends back: gradients of the tensors that need gradients."""
         wanted = tuple(compress(self.tensors, self.needs_gradient))
         return MessageSpec(wanted, (False,) * len(wanted))
 
     def on(self, device: torch.device) -> MessageSpec:
-        """Return the spec for a receiver whose tensors are on `device`."""
+        """Return this spec with the device of all tensors set to `device`."""
         template = pytree.tree_map_only(TensorSpec, lambda spec: replace(spec, device=device), self.template)
         return replace(self, template=template)
 
     def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Put the tensors of a message with this spec into the structure of the layer's output."""
+        """Put `tensors` into the structure of tuples, lists and dicts that this spec describes."""
         given = iter(tensors)
         return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, AnySpec) else leaf, self.template)
 
@@ -59,7 +59,10 @@ class MessageSpec:
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return the spec of a message of gradients; `find` returns the gradients' shapes, or None if not yet known."""
+        """Return this spec of gradients without shapes, for a receiver that asks `find` for the shapes.
+
+        `find` returns one `TensorSpec` for each gradient, or None if the shapes are not known yet.
+        """
 
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
@@ -67,7 +70,7 @@ class MessageSpec:
         return replace(self, template=tuple(map(later, range(len(self.tensors)))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether two specs have the same structure, constants, types and, unless `shapes_vary`, shapes."""
+        """Tell whether two specs have equal structures, constants, types and (unless `shapes_vary` is set) shapes."""
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
@@ -76,10 +79,10 @@ class MessageSpec:
 
 
 class StageMessage:
-    """A message between neighbouring stages: tensors, and the structure in which layers return them.
+    """A message between neighbouring stages: tensors, and the tuples, lists and dicts that contain the tensors.
 
     Args:
-        spec: the structure of the message, and the shapes and types that its receiver expects.
+        spec: the structure of the message, and the shapes and types of the tensors.
         tensors: the tensors of the message, in the order of the spec.
     """
 
@@ -109,7 +112,7 @@ class StageMessage:
 
     @classmethod
     def to_send(cls, value: Any) -> StageMessage:
-        """Make a message for the next stage.
+        """Make a message for the next stage from the output of a layer.
 
         Raises:
             ValueError: the output contains a sparse tensor or a value that cannot be sent, or contains no tensor.
@@ -123,11 +126,11 @@ class StageMessage:
 
     @property
     def value(self) -> Any:
-        """The tensors and constants of the message, in the structure that layers take and return."""
+        """The tensors and constants of the message, inside the tuples, lists and dicts that layers take and return."""
         return self.spec.value_of(self.tensors)
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run the backward of the graph that has computed this message, from the gradients of the message's tensors."""
+        """Run the backward of this message's autograd graph; `grads` are the gradients of the message's tensors."""
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
@@ -135,11 +138,11 @@ class StageMessage:
 
     @property
     def wanted(self) -> list[torch.Tensor]:
-        """The tensors whose gradients the sender needs."""
+        """The tensors of the message whose gradients the sender needs."""
         return list(compress(self.tensors, self.spec.needs_gradient))
 
     def requires_grad_(self) -> None:
-        """Set `requires_grad` of tensors whose gradients the sender needs; called by the executor after a receive."""
+        """Set `requires_grad` of tensors whose gradients the sender needs; the executor calls it after a receive."""
         for tensor in self.wanted:
             tensor.requires_grad_()
 
@@ -152,18 +155,18 @@ class StageMessage:
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
-        """Return each tensor's gradient from the message `gradients`, or None for a tensor that needs no gradient."""
+        """Return a gradient, taken from `gradients`, for each tensor that needs one, and None for each other tensor."""
         given = iter(gradients.tensors)
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 
     def take_gradients(self) -> StageMessage:
-        """Return a message with the gradients of this received message; tensors that no layer has used get zeros."""
+        """Return a message with the gradients of this message's tensors; the gradient of an unused tensor is zero."""
         grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.wanted]
         return StageMessage(self.spec.gradients(), grads)
 
 
 def clone_tensors(value: Any) -> Any:
-    """Return `value` with copies of its tensors."""
+    """Return a copy of `value` in which every tensor is cloned."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
@@ -173,7 +176,7 @@ def versions_of(value: Any) -> list[int]:
 
 
 def _with_one_nan(template: Any) -> Any:
-    """Return `template` with `math.nan` for every NaN; tuples and dicts with the same NaN object compare equal."""
+    """Replace every NaN in `template` by the object `math.nan`, so that templates with NaN can compare equal."""
     return pytree.tree_map_only(float, lambda value: math.nan if math.isnan(value) else value, template)
 
 
@@ -182,7 +185,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 class _Words(str):
-    """A string that is printed without quotes inside of tuples and dicts."""
+    """A string whose `repr` has no quotes, so that printed tuples and dicts show the string without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -196,17 +199,17 @@ def _leaf_text(leaf: AnySpec | Constant) -> _Words:
 
 
 class MessageCommunicator:
-    """Sends each tensor of a message as a message of its own, in order, over another communicator."""
+    """Sends and receives the tensors of a `StageMessage` one by one over the communicator `inner`."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner: Communicator | VariableCommunicator = inner
 
     def take_headers(self, headers: Communicator) -> None:
-        """Send the shapes of later activations over the channels `headers`; see `VariableCommunicator`."""
+        """From now on, send the shapes of activations over the communicator `headers`; see `VariableCommunicator`."""
         self._inner = VariableCommunicator(self._inner, headers)
 
     def announce(self, message: StageMessage, destination: int) -> PendingSend:
-        """Send the shapes of an activation's tensors to the receiver, if the shapes of activations vary."""
+        """Send the shapes of an activation's tensors to the rank `destination`, if the shapes of activations vary."""
         if not isinstance(self._inner, VariableCommunicator):
             return _Sends([])
         return _Sends([self._inner.announce(tensor, destination) for tensor in message.tensors])

@@ -1,4 +1,4 @@
-"""The options of a `Pipeline`, and checks of its arguments."""
+"""The options of a `Pipeline`, and checks of the arguments of `Pipeline`."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ class PipelineOptions:
     """Options of a `Pipeline`, the same on all ranks.
 
     Args:
-        partition: how layers are assigned to stages. "uniform" balances the number of layers, "parameters" the number
-            of parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of
-            the layers. A list as `partition` contains the first layer of every stage except the first stage.
-        example: inputs and targets of one microbatch, for the partition "profile".
-        num_chunks: number of stages per rank; by default the schedule's own number.
-        memory_limit: limit for the activation memory of a rank, in units of one microbatch's activations on all stages
-            of a rank; one number for all ranks, or one per rank. The default of `memory_limit` is the memory that the
-            named schedule needs.
-        offload: speed of a rank's host link in each direction, as the number of microbatches whose activations are
-            copied in the time of one forward. If `offload` is a number, a planned schedule copies activations to the
-            host and back where the copies make the schedule faster under `memory_limit`. With `offload`, microbatches
-            keep the order of the data. If `offload` is None, nothing is copied to the host.
-        checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
-            `LayerSpec` makes one layer drop its activations in F and run again in R.
-        split_layers: further classes of layers whose backward is split into B and W (see
-            `weight_split.split_modules`).
+        partition: how layers are assigned to stages. "uniform" balances the number of layers of each stage.
+            "parameters" balances the number of parameters of each stage. "type:REGEX" balances the number of layers
+            whose class name matches the regular expression REGEX. "profile" balances the measured times of the layers.
+            A list as `partition` contains the index of the first layer of every stage except stage 0.
+        example: a pair (inputs, targets) of one microbatch, with which `partition="profile"` measures the layers.
+        num_chunks: number of stages per rank; by default, the named schedule determines the number.
+        memory_limit: limit for the activation memory of each rank: one number for all ranks, or a list with a number
+            for each rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
+            rank. The default of `memory_limit` is the memory that the named schedule needs.
+        offload: bandwidth of the link between a rank's device and its host in each direction. The unit of `offload` is
+            the activations of one microbatch per duration of one forward. If `offload` is a number, a planned schedule
+            copies activations to the host and back where the copies make the schedule faster under `memory_limit`. With
+            `offload`, microbatches keep the order of the data. If `offload` is None, no activations are copied to the
+            host.
+        checkpoint: whether all layers drop their activations in F and repeat their forward in R. The argument
+            `checkpoint` of a `LayerSpec` selects recomputation for a single layer.
+        split_layers: classes of layers, in addition to `weight_split.SPLIT_LAYERS`, whose backward is split into B and
+            W (see `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
             layer that drops padding does. Microbatches with different input shapes do not need `variable_shapes`.
-        microbatch_order: "planned" runs microbatches of different shapes in the order with the least time, predicted
-            from the measured times of the first steps in which shapes differ; "data" keeps the order of the data.
+        microbatch_order: "planned" runs microbatches of different shapes in the order with the least predicted time;
+            "data" keeps the order of the data. The predictions use operation times that are measured in the first steps
+            whose microbatches differ in shape.
         post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.
 
     Raises:
         ValueError: an option has a wrong type; `microbatch_order` is unknown; `variable_shapes` and `post_validation`
-            are both set; or `offload` is not above zero, is given without `memory_limit`, or is given with
-            `checkpoint`.
+            are both set; `offload` is not a finite number above zero; or `offload` is set without `memory_limit` or
+            together with `checkpoint`.
     """
 
     partition: Partition = "parameters"
@@ -83,7 +86,7 @@ class PipelineOptions:
             raise ValueError("offload and checkpoint=True: nothing that is recomputed is copied, so leave one out")
 
     def compared(self) -> dict[str, Any]:
-        """Return all options by name except `example`, which may differ between ranks, because one rank uses it."""
+        """Return the options that must be equal on all ranks: all options but `example`, which only one rank uses."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "example"}
 
 
@@ -139,7 +142,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Check that `optimizer.step()` can be called without arguments.
 
     Raises:
-        ValueError: the step needs a closure, as the step of `torch.optim.LBFGS` does.
+        ValueError: `optimizer.step()` needs a closure, as in `torch.optim.LBFGS`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
@@ -158,11 +161,11 @@ Words = dict[str, str | list[str]]
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same valid arguments; a collective call.
+    """Check that the arguments of `Pipeline` are valid, and the same on all ranks; a collective call.
 
     Raises:
-        ValueError: on every rank, if an argument differs between two ranks, `num_microbatches` is no whole number, the
-            schedule is neither a name nor a schedule, or a layer has parameters without shapes.
+        ValueError: on every rank, if an argument differs between two ranks, `num_microbatches` is no whole number above
+            zero, `schedule` is neither a name nor a `Schedule`, or a layer is an uninitialized lazy module.
     """
     first, *following = agreement.collect(lambda: _argument_texts(layers, others))
     for rank, words in enumerate(following, start=1):

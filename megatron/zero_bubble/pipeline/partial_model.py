@@ -16,7 +16,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 
 
 class PartialModel(nn.Module):
-    """The layers of this rank, under their names in a `torch.nn.Sequential` of all layers."""
+    """A module that holds this rank's layers under their names in a `torch.nn.Sequential` of all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class PartialModel(nn.Module):
         self._placeholder = (("placeholder", nn.Parameter(torch.empty(0))),)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; without parameters, yield an empty parameter, which every optimizer accepts."""
+        """Yield this rank's parameters; if the rank has none, yield an empty parameter, because optimizers need one."""
         yield from tuple(super().named_parameters(*arguments, **options)) or self._placeholder
 
     def own_named_parameters(self) -> dict[str, nn.Parameter]:
@@ -48,10 +48,11 @@ class PartialModel(nn.Module):
         self._tied, self._num_layers = tied, num_layers
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
+        """Return the state of the whole model in host memory on every rank; `torch.nn.Sequential` can load the state.
 
-        For large models save `state_dict()` with `torch.distributed.checkpoint`, so that every rank writes and reads
-        only its own part. The names in `state_dict()` depend neither on the partition nor on the number of ranks.
+        For large models, save `state_dict()` with `torch.distributed.checkpoint`, so that every rank writes and reads
+        only the state of its own layers. The names in `state_dict()` depend neither on the partition nor on the number
+        of ranks.
         """
         own = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
@@ -60,13 +61,13 @@ class PartialModel(nn.Module):
         return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's layers from a state with at least this rank's layers, such as the whole model's state."""
+        """Load this rank's layers from `state_dict`, which may contain layers of other ranks as well."""
         elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # also of layers that are one module
         own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
         return super().load_state_dict(own, strict, assign)
 
     def _copy_first(self, replicas: dist.ProcessGroup) -> None:
-        """Give all parameters and buffers of this rank the values of the first replica."""
+        """Copy the values of all parameters and buffers of this rank from the first replica to all replicas."""
         for tensor in (*self.own_parameters(), *self.buffers()):
             memory = memory_of(tensor.detach())
             values = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device).copy_(memory)

@@ -47,21 +47,22 @@ logger = logging.getLogger("megatron.zero_bubble")
 class Pipeline(PartialModel):
     """A `torch.nn.Sequential` whose layers are spread over ranks.
 
-    As a module, a `Pipeline` holds the layers of this rank, under the names that they have in
-    `torch.nn.Sequential(*layers)`. Every method that trains, evaluates, clips or gathers is a collective call of all
-    ranks of the pipeline.
+    As an `nn.Module`, a `Pipeline` holds the layers of this rank. The names of the layers are the names
+    in `torch.nn.Sequential(*layers)`. Every method that trains or evaluates the model, clips gradients or gathers the
+    model's state is a collective call of all ranks of the pipeline.
 
     Args:
-        layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
-        loss_fn: called with the last layer's output and the targets of a microbatch; returns one number.
-        schedule: name of a schedule (see `megatron.zero_bubble.planner.names()`), or a schedule.
-        num_microbatches: number of microbatches of a step.
-        options: partition, memory, shapes and post-validation.
-        group: the ranks of the pipeline, by default all ranks of the job.
-        replicas: the ranks, including this rank, that hold the same stages in all replicas of the pipeline; gradients
-            are averaged over these ranks.
-        interconnect: the connections between the ranks, by default `connect_ranks(group)`. Call `connect_ranks`
-            yourself for another device or timeout.
+        layers: list of modules, functions, `LayerSpec`s and `TiedLayerSpec`s, the same on all ranks.
+        loss_fn: function that returns a tensor with one number, the loss, from the last layer's output and the targets
+            of a microbatch.
+        schedule: a `Schedule`, or the name of a schedule (see `megatron.zero_bubble.planner.names()`).
+        num_microbatches: number of microbatches in a step.
+        options: settings of the partition, memory limit, recomputation, shapes and post-validation.
+        group: process group of the pipeline's ranks, by default all ranks of the job.
+        replicas: process group of the ranks that hold the same stages as this rank, one rank of each replica of the
+            pipeline. Gradients are averaged over the group `replicas`.
+        interconnect: the connections between the ranks, by default `connect_ranks(group)`. For another device or
+            timeout, pass the result of `connect_ranks(group, device, timeout)`.
 
     Raises:
         ValueError: on all ranks, if the layers cannot be partitioned or built, or the schedule cannot be made.
@@ -123,21 +124,22 @@ class Pipeline(PartialModel):
                 stage ignores the batch.
 
         Raises:
-            ValueError: on all ranks, if the batch cannot be used.
+            ValueError: on all ranks, if the batch is invalid or the forward of a layer fails.
         """
         return self._train(batch)
 
     def train_step(
         self, batch: Any, optimizer: torch.optim.Optimizer, max_norm: float = math.inf
     ) -> TrainingOutcome | None:
-        """Run `train_batch`, clip the gradients, take the optimizer's step, drop the gradients; return loss and norm.
+        """Run `train_batch`, clip gradients, take the optimizer's step, drop gradients; return loss and gradient norm.
 
-        With post-validation, `train_step` does not wait for other ranks, and returns the outcome of the previous step,
-        or None in the first step. If a step fails with post-validation, the next call of `train_step` raises
-        `ValueError`, and the pipeline cannot be used any more.
+        With post-validation, `train_step` does not wait for the gradient norms of other ranks, and returns the outcome
+        of the previous training step, or None in the first training step. If a training step fails with
+        post-validation, the next call of `train_step` raises `ValueError`, and the pipeline cannot be used any more.
 
         Raises:
-            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
+            ValueError: on all ranks, if the batch is invalid, the forward of a layer fails, or the optimizer's step
+                fails or needs a closure.
         """
         check_optimizer(optimizer)
         if self._late is None:
@@ -155,10 +157,10 @@ class Pipeline(PartialModel):
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
-        """Validate the last step of `train_step` and return its outcome; None if there is no new outcome.
+        """Validate the last training step, and return the outcome of the step; None if the outcome was returned before.
 
-        Call `settle` before code outside the pipeline reads parameters or the optimizer's state. The pipeline's own
-        methods validate the last step themselves.
+        Call `settle` before code outside the pipeline reads parameters or the optimizer's state. Methods of
+        `Pipeline` need no preceding call of `settle`, because they validate the last training step themselves.
         """
         self._validate()
         return self._late.take_outcome() if self._late is not None else None
@@ -168,7 +170,7 @@ class Pipeline(PartialModel):
             self._late.validate()
 
     def stage_times(self, batch: Any = None) -> list[LayerTimes]:
-        """Run `train_batch`; every rank returns the median seconds of F, B and W of each stage for one microbatch."""
+        """Run `train_batch`; return on every rank, for each stage, the median times of F, B and W of a microbatch."""
         recorder = OpRecorder(device_clock(self.device))
         self._train(batch, recorder)
         own = stage_times(recorder.take(), self.schedule.placement, self._rank)
@@ -192,7 +194,7 @@ class Pipeline(PartialModel):
             average_over(self._replicas, self.own_parameters())
 
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
-        """Run the forwards of one step in evaluation mode; every rank returns the mean loss.
+        """Run the forwards of one step in evaluation mode; every rank returns the mean loss of the step's microbatches.
 
         `batch` has the same form as in `train_batch`.
         """
@@ -208,12 +210,12 @@ class Pipeline(PartialModel):
                     module.training = True
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
+        """Validate the last training step; return the state of this rank's layers like `torch.nn.Module.state_dict`."""
         self._validate()
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Validate the last step and load this rank's layers from a state that has at least this rank's layers."""
+        """Validate the last training step; load this rank's layers from a state that may have further layers."""
         self._validate()
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -230,11 +232,11 @@ class Pipeline(PartialModel):
         return total
 
     def summary(self) -> str:
-        """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
+        """Return a text about the partition of layers and the module classes whose weight gradients B computes."""
         return self._summary.text()
 
     def close(self) -> None:
-        """Close the connections between ranks, which otherwise close when the pipeline is freed or at exit."""
+        """Close the connections between ranks; by default, they close when the pipeline is freed or Python exits."""
         if self._late is not None:
             self._late.close()
         self._agreement.close()

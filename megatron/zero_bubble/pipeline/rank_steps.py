@@ -31,11 +31,11 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class RankSteps:
-    """Builds the layers of one rank and runs the rank's steps; creating an instance is a collective call.
+    """Builds the layers of one rank and runs the rank's steps; creating an instance is a collective call of all ranks.
 
     Args:
         layers: the layers of the whole model.
-        loss_fn: the `loss_fn` of `Pipeline`.
+        loss_fn: the loss function; see `Pipeline`.
 
     Raises:
         ValueError: on all ranks, if a layer cannot be built.
@@ -64,10 +64,10 @@ class RankSteps:
         self._plans_order = options.microbatch_order == "planned" and self._offload is None
 
     def train(self, load: Load, recorder: OpRecorder | None = None) -> torch.Tensor:
-        """Run the forwards and backwards of a step; every rank returns the mean loss.
+        """Run the forwards and backwards of a step; every rank returns the mean loss of the step's microbatches.
 
         Raises:
-            ValueError: on all ranks, if the data cannot be used or a layer fails.
+            ValueError: on all ranks, if the step's data are invalid or the forward of a layer fails.
         """
         autocast = Autocast.current(self.stage.device.type)
         with autocast.only_in_forwards(), torch.enable_grad():
@@ -81,7 +81,10 @@ class RankSteps:
         return self._finish()
 
     def evaluate(self, load: Load) -> torch.Tensor:
-        """Run a step's forwards without gradients; every rank returns the mean loss. Errors are as in `train`."""
+        """Run a step's forwards without gradients; every rank returns the mean loss.
+
+        `evaluate` raises the same errors as `train`.
+        """
         autocast = Autocast.current(self.stage.device.type)
         with autocast.only_in_forwards(), torch.no_grad():
             self.messages.begin(load, autocast, trains=False)

@@ -1,4 +1,4 @@
-"""Refuses parameters and buffers that several stages would use, because each stage would change a separate copy."""
+"""Refuses parameters and buffers that layers on several stages share, because each stage would change its own copy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
     """Check, before layers are built, that stages share no state except tied parameters.
 
     Args:
-        stages: the first layer of every stage, followed by the number of layers.
+        stages: the index of the first layer of every stage, followed by the number of layers.
 
     Raises:
-        ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; layers with
-            the same key differ in class or shapes; or a layer that is tied over stages has persistent buffers,
-            `max_norm` or `sparse=True`.
+        ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; tied
+            layers with the same key differ in class or shapes; or a layer that is tied across stages has persistent
+            buffers, `max_norm` or `sparse=True`.
     """
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
     owners: dict[torch.Tensor, int] = {}
@@ -51,7 +51,10 @@ _REMEDIES = {
 
 
 def _existing_module(layer: Any) -> nn.Module | None:
-    """Return `layer` if it is a module, or the module that a spec builds from existing modules or parameters."""
+    """Return the module of a layer if the module or a part of it exists before the layers are built, otherwise None.
+
+    A layer may be a module itself, or a `LayerSpec` with a module or a parameter among its arguments.
+    """
     if not isinstance(layer, LayerSpec):
         return layer if isinstance(layer, nn.Module) else None
     given = pytree.tree_leaves((layer.args, layer.kwargs))
@@ -66,7 +69,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers; non-persistent buffers are constants, such as masks."""
+    """Yield a module's parameters and persistent buffers; a non-persistent buffer counts as a constant."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter
@@ -92,10 +95,10 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
 
 
 def _untied_state(module: nn.Module) -> str | None:
-    """Return the name of a part of a module that would differ between the module's copies on several stages, or None.
+    """Return the name of a property that rules out copies of a module on several stages; None if there is none.
 
-    With `max_norm`, a lookup in one copy scales weights of this copy only, so that the copies would differ. Sparse
-    gradients of the copies are not summed.
+    With `max_norm`, a lookup in one copy scales weights of this copy only, so that the copies would differ. A
+    `TiedLayer` does not sum sparse gradients.
     """
     if any(kind == "buffer" for kind, _ in _state_of(module)):
         return "buffers"
@@ -109,7 +112,7 @@ def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
     """Yield the parameters in the autograd graph of the tensors in `value`.
 
     Args:
-        seen: graph nodes to skip; every visited node is added to this set.
+        seen: nodes of the autograd graph that are skipped; every visited node is added to `seen`.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     pending = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]

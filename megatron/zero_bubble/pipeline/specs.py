@@ -1,4 +1,4 @@
-"""Layers of a pipeline: modules, functions, or specs; a spec is built only on the rank that holds the layer."""
+"""Layers of a pipeline: modules, functions, or `LayerSpec`s; only the rank that holds a layer builds the layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.zero_bubble.schedule.errors import one_line
 class LayerSpec:
     """A layer that is built as `layer_class(*args, **kwargs)`; only the rank that holds the layer builds it.
 
-    Each layer is initialised from its own seed, which follows from `torch.initial_seed()` and the layer's index, so
-    that the weights do not depend on the partition.
+    The random seed of a layer's initial weights is computed from `torch.initial_seed()` and the layer's index, so that
+    the weights do not depend on the partition.
 
     Args:
-        layer_class: a class of modules, or a function that returns a module.
-        checkpoint: whether the layer drops its activations in F, and runs again in R, before its B.
+        layer_class: a subclass of `torch.nn.Module`, or a function that returns a module.
+        checkpoint: whether the layer drops its activations in F and repeats its forward in R, before B.
 
     Raises:
-        ValueError: `layer_class` is not a class or a function, or does not take the arguments.
+        ValueError: `layer_class` is neither a class nor a function, or does not accept `args` and `kwargs`.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares its parameters with all layers of the same `key`, including layers on other stages.
 
-    Each stage that has a layer with the key holds a separate copy of the parameters. At the end of a step every copy
-    gets the sum of all copies' gradients, added in the order of the stages, so that copies with equal weights stay
-    equal.
+    Each stage with layers of the same `key` holds one copy of the parameters. At the end of a step, the gradients of
+    all copies of a parameter are summed in the order of the stages, and every copy gets the sum, so that copies with
+    equal weights stay equal.
 
     Args:
-        forward: called as `forward(module, input)` in place of the module; an output layer can, for example, multiply
-            with the weight of the embedding.
+        forward: function that runs the layer as `forward(module, input)` in place of `module(input)`. For example, an
+            output layer can multiply its input by the weight of the embedding.
 
     Raises:
-        ValueError: the key is not a string, or `LayerSpec` raises an error.
+        ValueError: `key` is not a string, or `LayerSpec` refuses the other arguments.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class FunctionLayer(torch.nn.Module):
 
 
 def class_name_of(layer: Any) -> str:
-    """Return the name of a layer's class, which `type:REGEX` searches; for a function, the function's name."""
+    """Return the name of a layer for `partition="type:REGEX"`: the name of the layer's class or of its function."""
     if isinstance(layer, LayerSpec):
         return layer.class_name
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")
 
 
 def words_of(module: torch.nn.Module) -> str:
-    """Return the name of a module's class with the shapes of its parameters."""
+    """Return a text with the name of a module's class and the shapes of the module's parameters."""
     shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in module.parameters())
     return f"{class_name_of(module)}({shapes})"
 
 
 def refuse_lazy(index: int, layer: Any) -> None:
-    """Raise `ValueError` if a module, such as an `nn.LazyLinear`, learns its shapes from its first input."""
+    """Raise `ValueError` if a layer is an uninitialized lazy module, such as `nn.LazyLinear`, without known shapes."""
     if not isinstance(layer, torch.nn.Module):
         return
     if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
@@ -122,7 +122,7 @@ def tie_of(layer: Any) -> str | None:
 
 
 def built_on_meta(spec: LayerSpec) -> torch.nn.Module:
-    """Build a layer without memory for its parameters, and without a change of the random state."""
+    """Build a layer on the meta device: the parameters take no memory, and the random state does not change."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return spec.build()
 
@@ -131,8 +131,8 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
     """Return the module of layer `index` on `device`. A layer built from a spec has the same weights on every rank.
 
     Raises:
-        ValueError: the layer is neither a module nor a function, its spec cannot be built, or the layer has no shapes
-            yet.
+        ValueError: the layer is not a module, a function or a `LayerSpec`, cannot be built from its `LayerSpec`, or is
+            an uninitialized lazy module.
     """
     layer = layers[index]
     if isinstance(layer, LayerSpec):
@@ -162,7 +162,7 @@ def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
 
 @contextmanager
 def seeded(layer: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from the seed of one layer inside the `with` block, then restore the random states."""
+    """Seed torch's generators for layer `layer` in the `with` block, and restore the random states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(torch.initial_seed() + layer)
         yield

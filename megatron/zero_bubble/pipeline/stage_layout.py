@@ -1,4 +1,4 @@
-"""Decides which layers each stage of a pipeline gets, and which schedule its ranks run."""
+"""Decides which layers each stage of a pipeline gets, and which schedule the ranks of the pipeline run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A request for a `StageLayout`; the fields have the same meaning as the arguments of `Pipeline`."""
+    """A request for a `StageLayout`; a field with the name of an argument of `Pipeline` has the same meaning."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -86,7 +86,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """Return the run's schedules, for the schedule or the name of a schedule in the field `schedule`."""
+        """Return the `RunSchedules` for the field `schedule`, which is a `Schedule` or the name of a schedule."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)
@@ -141,9 +141,10 @@ def num_parameters(index: int, layer: Any) -> int:
 
 
 def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
-    """Return `unmeasured` with measured times in seconds: the time of a stage is the sum over the stage's layers.
+    """Replace the times in the costs `unmeasured` by measured times in seconds.
 
-    If the stages recompute, R takes as long as F.
+    The time of F, B or W of a stage is the sum of the times of the stage's layers. If `unmeasured` has times of R, the
+    time of R of a stage is the time of F.
     """
     sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
     # The time of an operation in a schedule must be above zero.

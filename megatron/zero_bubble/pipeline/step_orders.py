@@ -1,4 +1,4 @@
-"""Reorders microbatches of different shapes into the order that is planned for their sizes."""
+"""Plans the order of microbatches of different shapes in a training step, and reorders the microbatches."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level`: without a memory limit in bytes, all steps run the same schedule."""
+        """Return `level`, because the memory level is 0 in every pipeline: there is no memory limit in bytes."""
         return level
 
 
 class StepOrders:
-    """Plans the order of the microbatches of training steps whose microbatches differ in shape.
+    """Plans the order of the microbatches in each training step whose microbatches differ in shape.
 
     Args:
         schedule: the schedule of a training step.
@@ -60,10 +60,11 @@ class StepOrders:
 
     @contextmanager
     def step(self, stage: LayerStage, recorder: OpRecorder | None) -> Iterator[OpRecorder | None]:
-        """Reorder the microbatches of `stage` for the training step in the `with` block; a collective call.
+        """Reorder the microbatches of `stage` for the training step that the `with` block runs; a collective call.
 
         Args:
-            recorder: the caller's recorder of the step; if it is None, the planner decides whether to measure the step.
+            recorder: the recorder with which the caller measures the step, or None. If `recorder` is None, the
+                planner decides whether the step is measured.
 
         Yields:
             The recorder of the step; None if the step is not measured.

@@ -1,11 +1,11 @@
 """Splits the backward of torch's own layers into B and W.
 
 A split layer runs its own forward and records the autograd graph of this forward apart from the model's graph. B runs
-the backward of the layer's graph for the input alone, and W runs the backward of the layer's graph for the parameters
-alone. Autograd itself computes and adds up the gradients of B and W, so that these gradients equal the gradients of an
-unsplit backward bit by bit.
+the backward of the layer's graph for the gradient of the input only, and W runs the backward of the layer's graph for
+the gradients of the parameters only. Autograd itself computes and adds up the gradients of B and W, so that these
+gradients equal the gradients of an unsplit backward bit by bit.
 
-A module that implements `DefersWeightGradients` defers its weight gradients itself.
+A module that implements `DefersWeightGradients` splits its backward into B and W itself.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class DefersWeightGradients(Protocol):
     """A module that splits its own backward, so that `split_modules` does not split the module's submodules."""
 
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
-        """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
+        """Defer weight gradients from now on; return the parameters whose gradients are deferred.
 
         While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
-        and adds the weight gradients to `.grad`. Outside of `store.deferring()`, a backward computes the weight
-        gradients at once.
+        and adds the weight gradients to `.grad`. While `store.is_deferring` is false, a backward computes the weight
+        gradients itself. Each call of `split_modules` calls this method once.
         """
         ...
 
@@ -66,15 +66,17 @@ class DefersWeightGradients(Protocol):
 def split_modules(
     modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
 ) -> list[nn.Parameter]:
-    """Split layers inside of `modules`, the modules of one stage: B puts W into `store` while `store.is_deferring`.
+    """Split the backward of layers inside `modules`, the modules of one stage, into B and W.
 
-    A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A layer
-    that an earlier call of `split_modules` has split is split again, for the `store` of the new call.
+    While `store.is_deferring` is true, B puts the computation of W into `store`. A layer that shares a parameter with
+    another layer is not split, because B has to add up the parameter's gradients from both layers. A layer whose
+    `forward` was replaced on the instance, for example by an adapter, is not split. A layer that an earlier call of
+    `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
-        others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep the
-            returned tensor. A layer of a class in `others` is split as a whole, and its submodules are not split.
+        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of these classes takes one
+            tensor, returns one tensor, and does not keep the returned tensor. A layer of a class in `others` is split
+            as a whole, and its submodules are not split.
 
     Returns:
         The parameters whose gradients are now computed in W.
@@ -103,7 +105,7 @@ def split_modules(
 
 
 def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
-    """Yield each module and submodule once, except the submodules of modules whose class is in `wholes`."""
+    """Yield `modules` and all submodules once, except the submodules of modules whose class is in `wholes`."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -119,7 +121,7 @@ def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) ->
 def _split_forward(
     module: nn.Module, store: WeightGradStore, others: Sequence[type[nn.Module]]
 ) -> _SplitLayer | _SplitAttention | None:
-    """Return a forward with separate B and W for a module; None if the module's backward cannot be split."""
+    """Return a replacement of a module's forward that splits the backward into B and W; None if this is impossible."""
     # If a weight is computed from other parameters, as by weight_norm, the module has parameters of other names.
     own = {name for name, _ in module.named_parameters()}
     if _has_forward_of(nn.MultiheadAttention, module) and own <= _ATTENTION_PARAMETERS:
@@ -129,7 +131,7 @@ def _split_forward(
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Tell whether a module's own forward was replaced, perhaps by a function that uses other modules' parameters."""
+    """Tell whether a module or submodule has a replaced forward, which may use other modules' parameters."""
     return any("forward" in vars(each) for each in module.modules())
 
 
@@ -194,8 +196,8 @@ class _SplitLayer:
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a layer's input and parameters for a backward with `create_graph=True`.
 
-        Later calls of the layer are not split: if an output depends on gradients, one backward must add up all
-        gradients.
+        The backward of later calls of the layer is not split, because a single backward must compute all gradients if
+        a loss depends on gradients.
         """
         self._is_split = False
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
@@ -248,14 +250,14 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Any:
 
 
 def _run_weight_backward(calls: list[tuple[GradientEdge, torch.Tensor]], parameters: Sequence[nn.Parameter]) -> None:
-    """Run the W of all calls of one layer in one forward, which are given by their graphs and output gradients."""
+    """Compute a layer's weight gradients for `calls`, pairs (graph edge, output gradient) of all calls in a forward."""
     edges, grads = zip(*calls, strict=True)
     calls.clear()
     run_backward(edges, grads, parameters, accumulates=True)
 
 
 class _SplitCall(torch.autograd.Function):
-    """One call of a split layer."""
+    """Autograd function of one call of a split layer."""
 
     @staticmethod
     def forward(
