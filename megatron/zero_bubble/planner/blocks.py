@@ -1,9 +1,9 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-A building block is the path of one microbatch through the ranks in four legs: F of chunk 0 from the first rank to the
-last, F of chunk 1 back to the first rank, B of chunk 1 to the last rank, and B of chunk 0 back to the first rank. In
-each leg (F or B of one chunk on all ranks), the time between the starts of the operation on successive ranks determines
-for how long activations stay in memory.
+A building block is the path of one microbatch through the ranks in four legs: the F of chunk 0 from the first rank to
+the last, the F of chunk 1 back to the first rank, the B of chunk 1 to the last rank, and the B of chunk 0 back to the
+first rank. In each leg (F or B of one chunk on all ranks), the time between the starts of the operation on successive
+ranks determines for how long activations stay in memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return typical times: F plus a message, B plus a message, and the period of a building block."""
+    """Return the typical times of an F and a message, of a B and a message, and of a period of a building block."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])

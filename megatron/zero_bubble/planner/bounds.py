@@ -52,7 +52,8 @@ def lower_bounds(
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
-        memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
+        memory_limit: memory limit of the ranks, as one value for all ranks or one value per rank, in the unit of memory
+            of the costs; None for no limit.
         recompute: which microbatches have an R (recomputation). A microbatch with an R takes `costs.memory_r` less
             memory between its F and its R. The time of R is part of the bounds only under full recomputation.
 

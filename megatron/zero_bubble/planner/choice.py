@@ -55,7 +55,7 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
     """The best plan of each `Layout.combination` of placement and options, and the plan of the layout `usual`.
 
     The best plan of a combination is the plan with the most even partition among all plans that take at most `ALIKE`
-    times the shortest time. Small errors of measured costs therefore do not change the choice.
+    times the shortest time. Small errors of measured costs therefore do not change the choice of a plan.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
@@ -69,7 +69,7 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The given plan, with `Recompute.NONE` in place of `Recompute.PLANNED` if its schedule recomputes nothing."""
+    """The given plan, with `Recompute.NONE` in place of `Recompute.PLANNED` if the plan's schedule has no R."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

@@ -95,7 +95,7 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def keeping(self, code: int) -> int:
-        """Convert the code of an F that drops activations to the code of an F that keeps them; keep other codes."""
+        """Replace the code of an F that drops activations by the code of an F that keeps them; keep all other codes."""
         return code - self.drop if self.drop <= code < self.e else code
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:

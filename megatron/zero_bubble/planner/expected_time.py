@@ -35,7 +35,7 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
         time_between: time that passes between two successive operations of a rank, in the unit of the costs.
 
     Returns:
-        The mean time divided by the time with fixed durations; 1 if durations do not vary.
+        The mean time of the schedule divided by its time with fixed durations; 1 if durations do not vary.
     """
     if spread <= 0 and time_between <= 0:
         return 1.0

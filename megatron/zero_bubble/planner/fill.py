@@ -18,7 +18,7 @@ class InOrder(EventLoop):
     A W runs in three cases: in an idle gap that is at least as long as the W, when memory is full, and after the last
     B. The argument `rule` decides whether a W also runs in an idle gap that is shorter than the W. If the next F does
     not fit in memory and no W is ready, the next B of the order runs before that F. A recomputation (R) runs right
-    before its B, or in a gap before the F that precedes its B.
+    before its B, or in an idle gap before the F that precedes its B.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class InOrder(EventLoop):
     def as_it_fits(self, rank: int, code: int) -> int:
         """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 to wait.
 
-        Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
+        Memory for the largest pending R (recomputation) is reserved, so that the R fits once every ready W has run.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:

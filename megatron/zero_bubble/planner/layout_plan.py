@@ -99,7 +99,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
-    """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
+    """The error for a layout whose parameters, gradients, optimizer states and activations exceed the memory capacity.
 
     To find the memory that the activations need, the function plans the layout with almost no memory, and reads
     `smallest_limit` of the resulting error.

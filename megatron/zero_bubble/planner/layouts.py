@@ -52,8 +52,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: number of layers of the model. With more than 4 chunks per rank, each stage except the first and the
-            last must have a layer.
+        num_layers: number of layers; with more than 4 chunks per rank, every stage but the first and last needs one.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
@@ -132,8 +131,9 @@ class _Search:
     def best(self, count: int, factor: float) -> list[Plan]:
         """The `count` fastest plans of layouts that differ in placement or in vocabulary parallelism.
 
-        Plans that take more than `factor` times the shortest time are left out. In small problems, the layouts may also
-        differ only in recomputation. The plan of the layout `request.usual` is left out if other plans exist.
+        Plans that take more than `factor` times the shortest time are left out. In small problems, layouts that differ
+        only in recomputation also count as different. The plan of the layout `request.usual` is left out if other plans
+        exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -228,7 +228,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Best planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
+        """Least planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
         layout = min(layouts, key=lambda layout: self.time_of([layout]))
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:

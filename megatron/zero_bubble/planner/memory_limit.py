@@ -38,7 +38,7 @@ class MemoryLimit:
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
-        """Read a memory limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
+        """Read a memory limit, such as `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
 
         Raises:
             ValueError: the text is neither a multiple, nor a number of bytes, nor `auto`.

@@ -139,7 +139,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
         timed: a simulation of the schedule; its times determine where copies are placed. Copies that the schedule
             already has are removed first.
         problem: the planning problem, with the memory limits and the costs of the stages.
-        rule: decides when copies are queued on the host link.
+        rule: rule that decides when copies are queued on the link between device and host.
 
     Returns:
         The schedule with copies; None if the schedule exceeds a memory limit even with copies.

@@ -2,10 +2,9 @@
 
 A *stretch* is a sequence of operations on the critical path that one rank runs without idle time. The critical path
 gets shorter only if an operation moves before the first or after the last operation of its stretch (Balas and
-Vazacopoulos 1998, Management Science 44). If a rank exceeds its memory limit after a move, a repair frees memory:
-weight gradients run earlier or, with planned recomputation, a microbatch drops its activations and gets an R
-(recomputation). A move may also remove an R from the critical path, so that the F of the same microbatch and stage
-keeps its activations.
+Vazacopoulos 1998, Management Science 44). If a rank exceeds its memory limit after a move, a repair frees memory: some
+W run earlier or, with planned recomputation, a microbatch drops its activations and gets an R (recomputation). A move
+may also remove an R from the critical path, so that the F of the same microbatch and stage keeps its activations.
 """
 
 from __future__ import annotations
@@ -170,7 +169,8 @@ class _Repair:
     """Repairs a move after which a rank would exceed its memory limit.
 
     The repair places operations one by one in the order of the move. Before an operation that would exceed the memory
-    limit, the repair places the next weight gradient, or drops activations that an R restores before their backward.
+    limit, the repair places the next W, or drops activations and inserts an R that restores the activations before
+    their backward.
     """
 
     def __init__(self, moves: OrderMoves, move: Move, *, drops_first: bool) -> None:

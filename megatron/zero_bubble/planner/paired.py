@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory: `apart`, or a schedule with pairs of a forward and a backward.
+    """The fastest schedule that fits in memory, either `apart` or a schedule with pairs of a forward and a backward.
 
     Args:
         name: name of the returned schedule.
@@ -72,7 +72,7 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try: False, and True if W takes less time in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try, which include True only if W is faster in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 

@@ -162,7 +162,7 @@ class _Sums:
     def equal_shares(self, num_stages: int) -> list[int]:
         """Stage -> number of layers up to the end of the stage.
 
-        The sum of `value` over the units of a stage is nearly equal for all stages.
+        The stages end so that the sum of costs over the units of a stage is nearly equal for all stages.
         """
         first, last = self._ends
         total = first + self._before[-1] + last

@@ -103,9 +103,9 @@ class Prediction:
         If `megatrons` is given, the speedup is `megatrons.milliseconds`, scaled to the measured costs, divided by the
         predicted makespan. The scale factor is the time of F, B and W in the measured costs divided by
         `megatrons.work`. Without `megatrons`, the speedup is the longest span of a rank in 1F1B divided by the longest
-        span in the schedule; each rank has the same layers in both schedules. Under full recomputation 1F1B recomputes
-        every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B the time of the operations on
-        vocabulary shards is part of the backwards.
+        span of a rank in the predicted schedule; each rank has the same layers in both schedules. Under full
+        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
+        the time of the operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
             times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout

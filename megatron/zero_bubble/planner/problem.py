@@ -116,7 +116,7 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether plans are compared by their makespans, and not by the longest span of a rank.
 
-        Planned recomputation could otherwise shorten the longest span of a rank and lengthen the makespan.
+        With planned recomputation, a plan with a shorter longest span of a rank can have a longer makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 

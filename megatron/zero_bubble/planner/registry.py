@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
 
 _NUM_CHUNKS: dict[PlacementKind, int] = {"linear": 1, "v": 2, "interleaved": 2}
-"""Kind of placement -> default number of model chunks a rank."""
+"""Kind of placement -> default number of model chunks per rank."""
 
 
 @dataclass(frozen=True)

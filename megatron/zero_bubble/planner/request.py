@@ -21,7 +21,7 @@ QUICK_EFFORT = 50_000
 DRAFT_EFFORT = 10_000
 """Largest effort of a draft plan; draft plans are compared by simulated times, other plans by expected times."""
 MOST_CHUNKS = 64
-"""Largest number of model chunks a rank."""
+"""Largest number of model chunks per rank."""
 
 Limits = tuple[float, ...]
 """Rank -> memory limit of its activations."""
@@ -93,7 +93,7 @@ class PlanRequest:
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
             compared by their expected times.
         time_between: time that passes between two successive operations of a rank. Only the expected time of a step
-            includes this time; simulated times do not.
+            includes the time between operations; the simulated time does not.
         effort: number of operations to plan for a placement, summed over all candidate schedules; a few candidates are
             planned even if the effort is zero.
     """

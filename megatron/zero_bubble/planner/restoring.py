@@ -18,9 +18,9 @@ Groups = tuple[int, ...]
 def groupings(problem: Problem) -> list[Groups]:
     """The numbers of groups of layers to try for each stage, the fewest groups first.
 
-    With more groups of layers, a stage takes less memory, but its B takes longer. The B then includes more of the
-    stage's recomputation and weight gradients, and the previous stage waits for the B. On a rank that is not short of
-    memory, each stage has one group of layers.
+    With more groups of layers, a stage takes less memory, but its B takes longer. With more groups, the B includes more
+    of the stage's recomputation and weight gradients, and the previous stage waits for the B. On a rank that is not
+    short of memory, each stage has one group of layers.
 
     Args:
         problem: a problem with memory limits.

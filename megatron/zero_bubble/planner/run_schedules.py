@@ -55,7 +55,7 @@ class RunSchedules:
     ) -> RunSchedules:
         """The schedules of a run that uses the schedule `name` of the registry, such as `zb-h1`.
 
-        The arguments have the same meaning as the arguments of `placement_for`.
+        `named` takes the same arguments as `placement_for`.
 
         Raises:
             ScheduleError: no schedule has this name, or the schedule does not support the ranks, chunks or placement.

@@ -10,9 +10,9 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, for two chunks a rank; more layouts are tried."""
+"""Largest number of F, B and W of a small problem, for two chunks per rank; more layouts are tried."""
 _LARGE = 5000
-"""Smallest number of F, B and W of a large problem, for two chunks a rank; only one round of planning is made."""
+"""Smallest number of F, B and W of a large problem, for two chunks per rank; only one round of planning is made."""
 _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000

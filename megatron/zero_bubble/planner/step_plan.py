@@ -110,8 +110,8 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step with the run's usual schedule if its microbatches fit in memory in some order, otherwise with a
-    schedule that needs less memory.
+    """Plan a step with the run's usual schedule if the step's microbatches fit in memory in some order, otherwise with
+    a schedule that needs less memory.
 
     Args:
         plan: the schedules of the run.

@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: plans for two chunks a rank, placed in a V, from measured costs (arXiv 2405.15362).
+"""ZB-V, V-Half and V-Min: plans for two chunks per rank, placed in a V, from measured costs (arXiv 2405.15362).
 
 The candidates are orders of F and B from repeated building blocks and from list scheduling, with W inserted in idle
 time. At the end of planning, a local search improves the best plans.
