@@ -43,7 +43,8 @@ def get_forward_backward_func(
             separate operation R, and not within B. If `recompute` is None, `schedule` determines the recomputation.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
         orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
-            default only if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.
+            default only if `config.variable_seq_lengths` is on. The results of the microbatches are returned in the
+            order of the data.
 
     Raises:
         ScheduleError: no schedule has the given name, or the numbers of chunks of the schedule and of `store` differ.

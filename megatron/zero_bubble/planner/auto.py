@@ -22,18 +22,18 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -> Schedule:
-    """Plan a fast schedule for the costs of a request, within the memory limits of its ranks.
+    """Plan a fast schedule for the costs of a request, within the memory limits of the ranks.
 
     On linear and interleaved placements the plan is never slower than a schedule with a published order, such as 1F1B
     or ZB-H1, that has the same placement and fits in memory.
 
     Args:
-        own_limits: function that computes the memory limits of the ranks for a request without limits.
+        own_limits: function that computes the memory limits of the ranks for a request without memory limits.
         request: a checked request (see `PlanRequest.checked`) for one layout.
 
     Raises:
-        Infeasible: no schedule fits in memory. The error's `smallest_limit` is the smallest memory limit in which a
-            schedule fits.
+        Infeasible: no schedule fits in memory. The attribute `smallest_limit` of the `Infeasible` error is the smallest
+            memory limit in which a schedule fits.
     """
     limits = request.limits or with_room_for_shards(request, own_limits(request))
     is_v = request.placement.kind == "v"
@@ -48,10 +48,10 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """Memory limits of the ranks, for a schedule whose limit is a multiple of the memory of p microbatches.
+    """Memory limits of p ranks for a schedule, such as ZB-2p, that may use a multiple of the memory of p microbatches.
 
-    Each limit is the rank's limit from `multiple_of_p`, plus the memory that microbatches keep allocated from their W
-    until the end of the step.
+    Each limit is the sum of two amounts: the limit that `multiple_of_p` returns for the rank, and the memory that
+    microbatches keep allocated from their W until the end of the step.
     """
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
@@ -66,11 +66,11 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
     Args:
         costs: costs of the stages, with one stage per rank.
         num_ranks: number of ranks, p.
-        factor: multiple of the memory of p microbatches: 1 for ZB-1p, 2 for ZB-2p.
+        factor: number by which the memory of p microbatches is multiplied, such as 1 for ZB-1p and 2 for ZB-2p.
         recompute: which microbatches have an R (recomputation).
 
     Returns:
-        One limit per rank, in the unit of memory of the costs.
+        One memory limit per rank, in the unit of memory of the costs.
     """
     in_flight, times = (num_ranks, factor) if recompute is Recompute.FULL else (factor * num_ranks, 1)
     memory = (memory_in_flight(costs, (stage,), in_flight, recompute) for stage in range(costs.num_stages))
@@ -78,13 +78,13 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits of p ranks with a V-shaped placement: memory of `in_flight_on(p)` microbatches on both chunks.
+    """Memory limits of p ranks in a V-shaped placement, for `in_flight_on(p)` microbatches in flight on both chunks.
 
     Each limit includes the memory that one B of each chunk adds.
 
     Args:
         in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.
-        request: a request whose costs and ranks determine the limits.
+        request: a request whose costs and ranks determine the memory limits.
     """
     costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)
     stages_of = map(request.placement.stages_of, range(request.num_ranks))

@@ -1,8 +1,9 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-A building block is the path of one microbatch in four legs: to the last rank in F of chunk 0, back to the first rank
-in F of chunk 1, to the last rank in B of chunk 1, and back to the first rank in B of chunk 0. In each leg (F or B of
-one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
+A building block is the path of one microbatch through the ranks in four legs: the F of chunk 0 from the first rank to
+the last, the F of chunk 1 back to the first rank, the B of chunk 1 to the last rank, and the B of chunk 0 back to the
+first rank. In each leg (F or B of one chunk on all ranks), the time between the starts of the operation on successive
+ranks determines for how long activations stay in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VARIATION = 0.06
 
 
 class Block(NamedTuple):
-    """A building block: the times at which the ranks run one microbatch; the next microbatch runs one period later."""
+    """A building block: the times at which ranks run the operations of one microbatch; a block repeats every period."""
 
     period: float
     legs: tuple[float, ...]
@@ -38,7 +39,7 @@ class Block(NamedTuple):
     """Time from the start of the last operation of a leg to the start of the next leg, for all `legs` but the last."""
 
     def varied(self, generator: Random) -> Block:
-        """Return a copy of the block in which between one and three of its times are changed at random."""
+        """Return a copy of the block in which one to three times are changed at random."""
         times = [self.period, *self.legs, *self.turns]
         for index in generator.sample(range(len(times)), generator.choice((1, 1, 2, 3))):
             times[index] = max(0.0, times[index] + generator.gauss(0, VARIATION * self.period))
@@ -69,7 +70,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for `times`, a tuple (F, B, period), with B of chunks 1 and 0 delayed by `delays` time slots."""
+    """Return the block for `times` (F, B, period), in which B of chunks 1 and 0 waits for `delays` time slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -79,7 +80,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return medians over the stages: time of F and a message, time of B and a message, and a block's period."""
+    """Return the typical times of an F and a message, of a B and a message, and of a period of a building block."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])

@@ -33,7 +33,7 @@ class LowerBounds:
 
     @property
     def span(self) -> float:
-        """The largest of `work`, `dependency` and `memory`."""
+        """The largest of the three lower bounds `work`, `dependency` and `memory`."""
         return max(self.work, self.dependency, self.memory)
 
 
@@ -52,7 +52,8 @@ def lower_bounds(
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
-        memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
+        memory_limit: memory limit of the ranks, as one value for all ranks or one value per rank, in the unit of memory
+            of the costs; None for no limit.
         recompute: which microbatches have an R (recomputation). A microbatch with an R takes `costs.memory_r` less
             memory between its F and its R. The time of R is part of the bounds only under full recomputation.
 
@@ -81,8 +82,8 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    The path goes forward from stage `a` to a later stage `k`, through the operations of the rank of `k` from its first
-    F to its last B, and backward from `k` to `a`.
+    The path goes forward from stage `a` to a later stage `k`, then through all operations between the first F and the
+    last B on the rank of stage `k`, and then backward from stage `k` to stage `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -171,7 +172,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit of the rank; infinity if the operations of a stage release more than they allocate."""
+        """The memory limit of the rank; infinity if a stage releases more memory than it allocates."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -185,8 +186,9 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The time from the first F to the last B is at least the sum of three times: all F and B; the W that must run
-        before the last B to release memory; and the larger of idle time and R, because R may run in idle time.
+        The time from the first F to the last B is at least the sum of three times: the time of all F and B; the time of
+        the W that must run before the last B to release memory; and the idle time or the time of all R, whichever is
+        longer. R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -199,10 +201,11 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Lower bound on the time from the first F to the end of the last B of the rank, for a path through the last F.
+        """Lower bound on the time from the rank's first F to its last B: the length of a path through the last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
-        of that F passes through the last stage and back. With recomputation, `window_of_last_f` is zero.
+        of that F passes through the last stage and back. With recomputation, the lower bound `window_of_last_f` is
+        zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -244,7 +247,7 @@ class _Rank:
         """Least idle time from the end of the last F to the start of the last B of the rank.
 
         Between its last F and its last B, a rank runs only B and W of the microbatches that are in flight at the last
-        F. At the last F, the last microbatch is in flight on all stages of the rank.
+        F. When the last F ends, the last microbatch is in flight on all stages of the rank.
         """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
@@ -263,9 +266,9 @@ class _Rank:
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
-        At the start and at the end of the span, less memory than the limit is in use, because memory grows no faster
-        than F allocates and shrinks no faster than B and W release. With recomputation, `memory_time` is zero, because
-        R also allocates memory, and dropped activations also release memory.
+        At the start and at the end of the span, less memory than the limit is in use, because memory rises only as fast
+        as F can allocate memory, and falls only as fast as B and W can release memory. With recomputation, the lower
+        bound `memory_time` is zero, because R also allocates memory, and dropping activations also releases memory.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -291,7 +294,7 @@ class _Rank:
         return needed / limit
 
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """Upper bound on the total time of items (time, memory) that together fit in `room`, by a fractional knapsack.
+        """Upper bound on the total time of items (time, memory) whose memory fits in `room`: a fractional knapsack.
 
         The knapsack takes each item at most `copies` times. The knapsack takes no fraction of an item if all items take
         the same memory.

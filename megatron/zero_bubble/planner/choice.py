@@ -20,11 +20,11 @@ SHARDING_GAIN = 1.03
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
     """Choose a plan among plans of different layouts.
 
-    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. A plan without vocabulary shards is
-    close to a fastest plan with vocabulary shards if it takes at most `SHARDING_GAIN` times as long. The plan of the
-    layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan. If no plan of the
-    layout `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans that are
-    close to the fastest plan.
+    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
+    shards, a plan without vocabulary shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as
+    long. The plan of the layout `usual` is chosen if the shorter of the plan's time and `usual_time` is close to the
+    time of the fastest plan. If no plan of the layout `usual` is close to the fastest plan, the plan with the simplest
+    layout is chosen among all plans that are close to the fastest plan.
 
     Args:
         plans: one or more plans; several plans may have the same `Layout.combination` of placement and options.
@@ -54,8 +54,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     """The best plan of each `Layout.combination` of placement and options, and the plan of the layout `usual`.
 
-    Of all plans of one combination whose times are within the factor `ALIKE` of the shortest time, the plan with the
-    most even partition is taken, so that small errors of measured costs do not change the choice of a plan.
+    The best plan of a combination is the plan with the most even partition among all plans that take at most `ALIKE`
+    times the shortest time. Small errors of measured costs therefore do not change the choice of a plan.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
@@ -69,7 +69,7 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The given plan, with `Recompute.NONE` in place of `Recompute.PLANNED` if its schedule recomputes nothing."""
+    """The given plan, with `Recompute.NONE` in place of `Recompute.PLANNED` if the plan's schedule has no R."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

@@ -45,8 +45,8 @@ class Codes(NamedTuple):
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
         """Code of an operation -> cost of the operation.
 
-        A keyword names a kind of operation, such as `f` for F, and its value contains a cost for every stage. Kinds of
-        operations without a keyword have a cost of zero.
+        A keyword argument names a kind of operation, such as `f` for F, and gives the cost of the operation on every
+        stage. Kinds of operations without a keyword argument have a cost of zero.
         """
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
@@ -54,7 +54,7 @@ class Codes(NamedTuple):
     def links(
         self, rank_of: Sequence[int], message: Sequence[float], collective: float | None
     ) -> tuple[tuple[int, int, float], ...]:
-        """Dependencies within a microbatch: (code, code of an operation that needs the result, latency of the result).
+        """Tuples (code, code of an operation that needs the result, latency) for all dependencies within a microbatch.
 
         The dependencies of W and R are left out, because W and R need only a result of their own stage. The embedding
         of the first rank depends on no operation.
@@ -95,7 +95,7 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def keeping(self, code: int) -> int:
-        """Convert the code of an F that drops its activations to the code of a plain F; keep other codes unchanged."""
+        """Replace the code of an F that drops activations by the code of an F that keeps them; keep all other codes."""
         return code - self.drop if self.drop <= code < self.e else code
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:

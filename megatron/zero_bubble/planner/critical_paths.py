@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.problem import Problem
 
 
 class Stretch(NamedTuple):
-    """A part of the critical path: operations that `rank` runs without idle time, from position `first` to `last`."""
+    """Part of the critical path: the operations at positions `first` to `last`, which `rank` runs without idle time."""
 
     rank: int
     first: int
@@ -55,7 +55,7 @@ class OrderGraph:
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
-        """Replace all orders by `lanes`: the same operations in other orders, with some R added or removed."""
+        """Replace the orders of all ranks by `lanes`, with the same operations except for some R added or removed."""
         self.lanes = [list(lane) for lane in lanes]
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
@@ -91,7 +91,7 @@ class OrderGraph:
         return [[op // m + drop * (op in self.dropped) for op in lane] for lane in self.lanes]
 
     def evaluate(self) -> bool:
-        """Compute start times and critical paths of all operations; return False if the ranks deadlock."""
+        """Compute start times, and longest paths from every operation to the end; return False if ranks deadlock."""
         sequence = self.find_times()
         if sequence:
             self._look_back(sequence)
@@ -159,7 +159,7 @@ class OrderGraph:
         return sequence
 
     def _look_back(self, sequence: Sequence[int]) -> None:
-        """Compute the length of the critical path from every operation to the end, in reverse topological order."""
+        """Compute, in reverse topological order, the length of the longest path from every operation to the end."""
         following = [-1] * len(self.start)
         for lane in self.lanes:
             for op, after in pairwise(lane):
@@ -194,7 +194,7 @@ class OrderGraph:
             rank, position = self.rank_of[source], self.position[source]
 
     def longest_through(self, rank: int, first: int, end: int, part: Sequence[int]) -> float:
-        """Estimate the cost of new orders by the length of the longest path through the operations of `part`.
+        """Estimate the cost of a changed order: the length of the longest path through the changed operations, `part`.
 
         The estimate uses the start times and the critical paths of the current orders.
 

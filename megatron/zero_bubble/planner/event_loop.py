@@ -166,14 +166,14 @@ class EventLoop(ABC):
             self._due[rank] -= 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Record for the users of the next result of operation `code` that this result is ready at time `end`."""
+        """Record that the next result of operation `code` is ready at time `end`, for operations that need it."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
             self.arrive(user, microbatch, end + latency, rank, events)
 
     def remove_weight(self, code: int, rank: int) -> None:
-        """Remove a weight gradient that starts to run from the ready weight gradients of its rank."""
+        """Remove a W from the queue of ready W of its rank, because the W starts to run."""
         weights = self.weights[rank]
         if weights and weights[0] == code:
             weights.popleft()
@@ -182,7 +182,7 @@ class EventLoop(ABC):
         self.releasable[rank] += self.allocation[code]
 
     def offer_weight(self, code: int, rank: int) -> None:
-        """Add a weight gradient to the ready weight gradients of its rank."""
+        """Add a W to the queue of ready W of its rank."""
         self.weights[rank].append(code)
         self.releasable[rank] -= self.allocation[code]
 
@@ -205,7 +205,7 @@ class EventLoop(ABC):
         return -1
 
     def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Record that an input of `code` arrives at the time `when`; add an event if the rank of `code` may be idle."""
+        """Record that an input of operation `code` arrives at time `when`; add an event if the rank may be idle."""
         rank = self.ranks[code]
         if self.has_shards:
             if code in self._missing:
@@ -220,7 +220,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """The earliest time at which the next operation `code` can start; inf if its inputs' arrival is unknown."""
+        """Earliest start time of the next operation with code `code`; inf if it is unknown when the inputs arrive."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 

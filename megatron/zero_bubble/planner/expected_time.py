@@ -32,10 +32,10 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     Args:
         timeline: a simulation in which all operations of one kind and stage take the same time.
         spread: half the interquartile range of a duration, divided by its median.
-        time_between: additional time between two operations of a rank, in the unit of the costs.
+        time_between: time that passes between two successive operations of a rank, in the unit of the costs.
 
     Returns:
-        The mean time divided by the time with fixed durations; 1 if durations do not vary.
+        The mean time of the schedule divided by its time with fixed durations; 1 if durations do not vary.
     """
     if spread <= 0 and time_between <= 0:
         return 1.0
@@ -58,6 +58,6 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
 
 @lru_cache(maxsize=4)
 def _factors(sigma: float, count: int) -> list[list[float]]:
-    """`DRAWS` lists of `count` random factors, log-normal with the median 1; equal arguments give equal factors."""
+    """`DRAWS` lists of `count` random factors with a log-normal distribution and a median of 1, from fixed seeds."""
     generators = map(random.Random, range(DRAWS))
     return [[generator.lognormvariate(0, sigma) for _ in range(count)] for generator in generators]

@@ -18,7 +18,7 @@ class InOrder(EventLoop):
     A W runs in three cases: in an idle gap that is at least as long as the W, when memory is full, and after the last
     B. The argument `rule` decides whether a W also runs in an idle gap that is shorter than the W. If the next F does
     not fit in memory and no W is ready, the next B of the order runs before that F. A recomputation (R) runs right
-    before its B, or in a gap before the F that precedes its B.
+    before its B, or in an idle gap before the F that precedes its B.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class InOrder(EventLoop):
     def as_it_fits(self, rank: int, code: int) -> int:
         """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 to wait.
 
-        Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
+        Memory for the largest pending R (recomputation) is reserved, so that the R fits once every ready W has run.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
@@ -86,7 +86,7 @@ class InOrder(EventLoop):
         return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether F `code` keeps its activations if they fit; always true on the last stage if its B runs next."""
+        """Whether F `code` keeps activations that fit in memory; true on the last stage before a B of that stage."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
@@ -98,10 +98,10 @@ class InOrder(EventLoop):
         return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """Code of the R for the B that directly follows the F `f` in the order of the rank.
+        """Code of an R that can run before the F `f`: the R for the B right after `f` in the order of the rank.
 
-        The code is -1 in three cases: no B with an R directly follows the F `f`, the R does not fit in memory, or the R
-        takes longer than the idle time `gap` before `f`.
+        The code is -1 in three cases: the operation after the F `f` is not a B that needs an R, the R does not fit in
+        memory, or the R takes longer than the idle time `gap` before `f`.
         """
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f
@@ -112,7 +112,7 @@ class InOrder(EventLoop):
         return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
 
     def pull_backward(self, given: Order, position: int) -> bool:
-        """Move the next B of the order to `position`; return False if the order has no further B."""
+        """Move the next B of an order to the position `position`; return False if no B is left in the order."""
         for later in range(position, len(given)):
             if given[later] >= self.num_stages:
                 given.insert(position, given.pop(later))

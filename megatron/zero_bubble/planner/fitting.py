@@ -28,12 +28,13 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops the activations of one microbatch and stage at a time, until the rank is within its memory limit.
-    A rank chooses among the activations that are in memory at its first operation above the limit. The rank drops the
-    activations that free the most memory, summed over all operations above the limit.
+    Each rank drops the activations of one microbatch and stage at a time, until the rank is within its memory limit. A
+    rank chooses among the activations that are in memory at the first operation at which the rank exceeds its memory
+    limit. The rank drops the activations that free the most memory, summed over all operations at which the rank
+    exceeds its memory limit.
 
     Args:
-        problem: the problem, with the memory limits to keep.
+        problem: the planning problem, whose memory limits apply to the returned orders.
         plan: a plan without recomputation (R).
 
     Returns:
@@ -50,7 +51,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """Numbers of all F whose activations the rank drops to fit in its memory limit; None if no choice fits."""
+    """The F, as numbered in `OrderGraph`, whose activations a rank drops to fit in memory; None if no choice fits."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]

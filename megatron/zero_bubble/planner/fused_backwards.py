@@ -25,11 +25,13 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     gradients during the last W.
 
     Args:
-        schedule: a planned schedule without communication.
-        request: the request of the schedule; its costs contain the time that a BW saves.
+        schedule: a planned schedule without sends and receives.
+        request: the request for which the schedule was planned; the costs in the request contain the time that a BW
+            saves.
 
     Returns:
-        The fastest of three schedules: with no, with some, and with all adjacent B and W joined.
+        The fastest of three schedules: without BW, with a BW where it delays no other stage, and with every possible
+        BW.
     """
     costs = request.stage_costs
     if not any(costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
@@ -47,7 +49,7 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
 
 
 def with_separate_backwards(schedule: Schedule) -> Schedule:
-    """The schedule without communication, with a B and a W in place of each BW."""
+    """The schedule without sends and receives, with a B and a W in place of each BW."""
     lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
     parts = {OpKind.BW: KINDS[OpKind.BW].makes}
     ops = (tuple(op._replace(kind=kind) for op in lane for kind in parts.get(op.kind, (op.kind,))) for lane in lanes)
@@ -55,7 +57,7 @@ def with_separate_backwards(schedule: Schedule) -> Schedule:
 
 
 def with_some_backwards_fused(schedule: Schedule) -> Schedule:
-    """The schedule without communication, with some B and W fused, so that one step measures B, W and BW.
+    """The schedule without sends and receives, with some B and W fused, so that one step measures B, W and BW.
 
     In every stage, every second B that is followed by its W becomes a BW; all other BW become a B and a W.
     """
@@ -96,7 +98,7 @@ def _unhurried(timeline: Timeline) -> list[set[Op]]:
 
 
 def _joined(schedule: Schedule, joined: Sequence[frozenset[Op]]) -> Schedule:
-    """The schedule with a BW in place of each B in `joined` and of its W."""
+    """The schedule in which each B in `joined` and the W of the same microbatch and stage become one BW."""
     ops = []
     for lane, here in zip(schedule.ops, joined, strict=True):
         dropped = {op._replace(kind=OpKind.W) for op in here}

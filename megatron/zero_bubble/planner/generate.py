@@ -67,22 +67,22 @@ def request_for(
 
 
 def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
-    """Make the schedule `name`; `request_for` describes the arguments, and `schedule_of` describes the errors."""
+    """Make the schedule `name` from the arguments of `request_for`; raises the same errors as `schedule_of`."""
     return schedule_of(request_for(name, num_ranks, num_microbatches, **options))
 
 
 @paused_collector()
 def schedule_of(request: PlanRequest) -> Schedule:
-    """Make a schedule without communication for a request with one placement.
+    """Make a schedule, still without sends and receives, for a request with one placement.
 
     If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
     fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero, the function returns the first schedule that fits. The searches with several groups of layers share an effort
-    that is at most the effort of the search with one group.
+    zero, the function returns the first schedule that fits in memory. All searches with several groups of layers
+    together have at most the effort of the search with one group of layers.
 
     Args:
-        request: a request with one placement and one value of `recomputes`.
+        request: a request with one placement, and with one value in the field `recomputes`.
 
     Returns:
         The schedule, whose operations are computations and copies only.
@@ -139,7 +139,7 @@ def _before_fusing(request: PlanRequest) -> Schedule:
 
 
 def _without_copies(request: PlanRequest) -> Schedule:
-    """The schedule without copies to the host for a checked request."""
+    """The schedule for a checked request, without copies of activations to the host."""
     whole = None if request.limits is None else Problem.of(request, request.limits)
     tried = [()] if whole is None else groupings(whole)
     if whole is None or tried == [()]:
@@ -165,7 +165,7 @@ def _without_copies(request: PlanRequest) -> Schedule:
 
 
 def _in_one_group(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request in which every stage recomputes its activations in one group of layers."""
+    """The schedule for a checked request, if every stage recomputes its activations in one group of layers."""
     entry, costs, limits = entry_of(request.schedule), request.stage_costs, request.limits
     # Pairs gain time only if stages exchange tokens between experts.
     pairs = request.pairs and entry.plans_all_kinds and costs.has_all_to_all

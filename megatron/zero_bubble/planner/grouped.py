@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Sizes of microbatch groups: as many even groups as possible, of at least `size` microbatches each."""
+    """Sizes of as many microbatch groups as possible, of at least `size` microbatches; sizes differ by at most 1."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -41,7 +41,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     its warmup than the next rank; the difference is smaller if memory is short.
 
     Args:
-        problem: the problem whose ranks get orders.
+        problem: the planning problem.
         groups: sizes of the groups of microbatches.
         slope: difference between the warmups of successive ranks, in numbers of F; 2 in Megatron's interleaved
             schedule.
@@ -75,15 +75,15 @@ def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
 
 
 class InGroups(EventLoop):
-    """A scheduling policy without recomputation that prefers B to F, and runs W in gaps.
+    """A scheduling policy without recomputation that prefers B to F, and runs W in idle gaps.
 
     Args:
         problem: a problem without recomputation.
         groups: sizes of the microbatch groups that pass through the chunks; all ranks run F in the order of the groups.
-        weight_rule: whether W fills a gap that is shorter than W.
-        forward_rule: whether F fills a gap that is shorter than F.
-        most_ahead: rank -> largest difference between the numbers of F and of B that the rank has run, over all its
-            chunks; None if only memory limits this difference.
+        weight_rule: whether a W may run in an idle gap that is shorter than the W.
+        forward_rule: whether an F may run in an idle gap that is shorter than the F.
+        most_ahead: rank -> largest number of microbatches in flight on the rank, summed over the rank's chunks; None if
+            only memory limits this number.
     """
 
     weight = 3
@@ -126,7 +126,7 @@ class InGroups(EventLoop):
         return -1, ready
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
-        """The code of the first ready B in the order (-1 if no B is ready), and the earliest start of any B."""
+        """Code of the first ready B in the rank's order (-1 without a ready B), and the earliest start time of a B."""
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
             arrival = self.next_arrival(self.num_stages + stage, now)
@@ -138,9 +138,10 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits in memory beside the remaining F of the oldest microbatch that has F left on the rank.
+        """Whether the F `f` fits in memory beside all F that the oldest unfinished microbatch has left on the rank.
 
-        Memory for these remaining F is reserved, because later microbatches could take this memory.
+        Memory for all F of the oldest unfinished microbatch is reserved, so that later microbatches do not take the
+        memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

@@ -27,7 +27,7 @@ class Plan:
         layout: placement, partition, recomputation and vocabulary parallelism.
         timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
-        activations: rank -> peak memory of activations; None if the peak memory of `timeline` applies.
+        activations: rank -> peak memory of activations; None to use the peak memory of `timeline`.
         slowdown: expected time with varying durations, divided by the simulated time.
         others: the best plans of other layouts, the fastest first.
     """
@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> float:
-        """Largest memory of a rank: its states plus the peak memory of its activations, in the unit of the costs."""
+        """Largest memory of a rank: model states plus the peak memory of activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
@@ -66,9 +66,9 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits. The error's `smallest_limit` is a memory limit for
-            activations that is enough. If the request has a capacity but no memory limit, `smallest_limit` is a
-            capacity that is enough.
+        Infeasible: no schedule fits in the memory limits. The attribute `smallest_limit` of the error is a memory limit
+            for activations in which a schedule fits. If the request has a memory capacity but no memory limit,
+            `smallest_limit` is a memory capacity in which a schedule fits.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
@@ -99,10 +99,10 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
-    """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
+    """The error for a layout whose parameters, gradients, optimizer states and activations exceed the memory capacity.
 
-    Planning the layout with almost no memory for activations fails with an error whose `smallest_limit` is the memory
-    that the activations need.
+    To find the memory that the activations need, the function plans the layout with almost no memory, and reads
+    `smallest_limit` of the resulting error.
     """
     enough = max(states)
     try:
@@ -117,7 +117,7 @@ def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: floa
 
 
 def with_slowdown(plan: Plan) -> Plan:
-    """The plan with its `slowdown` for durations that vary like the measured durations of the model's units."""
+    """The plan with its field `slowdown` computed from `spread` and `time_between` of the plan's request."""
     return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
 
 
@@ -132,13 +132,13 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
 
 
 def computing_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units, without exchanges between experts if pairs may hide the exchanges' time."""
+    """The costs of the model's units; if the layout may use pairs, exchanges of tokens between experts take no time."""
     model = model_of(request, layout)
     return model.computing if pairs_in(request, layout) else model
 
 
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
-    """Memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus model states.
+    """Rank -> memory limit of activations: the smaller of the request's limit and the memory that model states leave.
 
     Raises:
         Infeasible: parameters, gradients and optimizer states of a rank take more than the memory capacity.

@@ -52,7 +52,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: layers of the model; above 4 chunks a rank, each stage but the first and the last needs a layer.
+        num_layers: number of layers; with more than 4 chunks per rank, every stage but the first and last needs one.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
@@ -79,7 +79,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         recomputation and vocabulary parallelism.
 
     Raises:
-        Infeasible: no layout fits in memory. The error's `smallest_limit` is the smallest limit in which a layout fits.
+        Infeasible: no layout fits in memory. The attribute `smallest_limit` of the error is the smallest memory limit
+            in which a layout fits.
         ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
     extent = extent_of(request)
@@ -128,10 +129,11 @@ class _Search:
         return min((self.plans[layout].time for layout in layouts if layout in self.plans), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The `count` best plans of different placements or vocabulary parallelism, up to `factor` times the best time.
+        """The `count` fastest plans of layouts that differ in placement or in vocabulary parallelism.
 
-        In small problems, plans that differ only in recomputation count as different. The plan of the layout
-        `request.usual` is left out if other plans exist.
+        Plans that take more than `factor` times the shortest time are left out. In small problems, layouts that differ
+        only in recomputation also count as different. The plan of the layout `request.usual` is left out if other plans
+        exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -160,13 +162,13 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`; the times are simulated times if `plan` is made with little effort."""
+        """Whether `plan` is faster than `known`; plans made with little effort are compared by simulated times."""
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
 
     def try_first(self, layout: Layout) -> Plan | None:
-        """Plan the layout with little effort; return its best plan, None if the layout has no plan."""
+        """Plan a layout with little effort; return the best plan of the layout, or None if the layout has no plan."""
         model = self.request.model
         has_latency = layout.vocabulary_parallel and model.latency_collective > model.time_comm
         least = EFFORT_FOR_RECOMPUTING if layout.recompute is Recompute.PLANNED else 0
@@ -195,7 +197,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations of placement and vocabulary parallelism with recomputation, the most promising first."""
+        """Try recomputation in given combinations of placement and vocabulary parallelism, the most promising first."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -226,7 +228,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Best planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
+        """Least planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
         layout = min(layouts, key=lambda layout: self.time_of([layout]))
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
@@ -237,7 +239,7 @@ class _Search:
         return inf if planned < inf and time > planned / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with the request's partition or, without one, with balanced and even partitions."""
+        """Yield the layout with the request's partition or, if there is none, with balanced and even partitions."""
         request = self.request
         if request.partition is not None:
             yield replace(layout, partition=request.partition)
@@ -273,7 +275,7 @@ class _Search:
         return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))
 
     def improve(self, plan: Plan, effort: int) -> None:
-        """Plan the layout of `plan` with `effort` if its lower bound is below the best time divided by `GAIN`."""
+        """Plan the layout of `plan` with `effort` if the layout's lower bound is less than the best time / `GAIN`."""
         if self._bound(plan.layout) < self.best_time / GAIN:
             self.try_plan(plan.layout, effort)
 
@@ -284,7 +286,7 @@ class _Search:
             self.try_plan(usual.layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, only the best plan of each `Layout.combination`, with its expected time."""
+        """All plans or, if durations vary, the best plan of each `Layout.combination`, with its expected time."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

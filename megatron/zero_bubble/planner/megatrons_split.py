@@ -26,7 +26,7 @@ def megatrons_layout(
     Args:
         num_layers: layers of the model.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks a rank; with several chunks the placement is interleaved.
+        num_chunks: number of model chunks per rank; the placement is interleaved if a rank has several chunks.
         recompute: which microbatches have an R (recomputation).
 
     Raises:
@@ -61,7 +61,7 @@ def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
     """The given request with megatron-core's own schedule for its layout; None if megatron-core has no schedule.
 
     Args:
-        request: a request with one placement and one value of `recomputes`.
+        request: a request with one placement, and with one value in the field `recomputes`.
     """
     name = _NAMES.get(request.placement.kind)
     if name is None or request.vocabulary_parallel or request.pairs:
@@ -78,7 +78,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
     Raises:
         Infeasible: megatron-core's schedule exceeds the memory limit.
-        ScheduleError: megatron-core has no schedule for this number of microbatches, or the placement is a V.
+        ScheduleError: megatron-core has no schedule for this number of microbatches, or the placement is V-shaped.
     """
     if layout.placement.kind == "v":
         raise ScheduleError("megatron-core has no schedule for a V")
@@ -88,7 +88,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def time_of_usual(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule in the layout `request.usual`; infinity if no schedule exists or fits."""
+    """Step time of the layout `request.usual` under megatron-core's schedule; infinity without a schedule that fits."""
     with suppress(ScheduleError):
         if request.usual is not None:
             return as_megatron_runs(request, request.usual).time
@@ -118,8 +118,9 @@ def capacity_of_multiple(
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
-        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank.
-            If `is_interleaved` is false, `multiple` refers to 1F1B with one chunk a rank and the same layers per rank.
+        is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
+            rank. If `is_interleaved` is false, the peak memory of 1F1B is multiplied, with one chunk per rank and the
+            same layers on each rank.
 
     Returns:
         The memory capacity, in the unit of the costs.

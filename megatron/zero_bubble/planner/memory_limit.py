@@ -38,7 +38,7 @@ class MemoryLimit:
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
-        """Read a memory limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
+        """Read a memory limit, such as `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
 
         Raises:
             ValueError: the text is neither a multiple, nor a number of bytes, nor `auto`.
@@ -58,7 +58,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The memory limit in microbatches, before costs are measured; None if the limit is in bytes or `auto`."""
+        """The memory limit in the unit of `default_costs`, before costs are measured; None for bytes and for `auto`."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
@@ -73,7 +73,7 @@ class MemoryLimit:
         inside: Sequence[float] = (),
         recompute: Recompute = Recompute.NONE,
     ) -> float:
-        """The memory limit in bytes, for measured costs.
+        """The memory limit in bytes, computed from measured costs.
 
         Args:
             placement: placement of the stages on the ranks.
@@ -108,7 +108,7 @@ def _positive(number: str, text: str) -> float:
 def one_f_one_b_peaks(
     placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
 ) -> tuple[float, ...]:
-    """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on each of its chunks.
+    """Rank -> peak memory of 1F1B: rank r of p has min(m, p - r) of the m microbatches in flight on each of its chunks.
 
     The peak memory includes the memory that one B adds, and the memory that microbatches keep allocated from their W to
     the end of the step. With `Recompute.PLANNED` 1F1B keeps all activations.

@@ -68,17 +68,18 @@ def order_microbatches(
             the order of the data.
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
         names: names of the microbatches, for the error message; by default their numbers.
-        num_tried: number of orders that are simulated.
+        num_tried: number of microbatch orders that are simulated.
         interlocks: whether ranks start the next iteration before all ranks have finished. With `interlocks`, orders are
             compared by the longest span of a rank; without `interlocks`, orders are compared by the makespan.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The fastest simulated order that fits in the limits. If the order of the data also fits, and the fastest order
-        saves less than the fraction `WORTHWHILE` of the step's time, the order of the data is returned.
+        The fastest simulated order of the microbatches that fits in the memory limits. If the order of the data also
+        fits, and the fastest order saves less than the fraction `WORTHWHILE` of the step's time, the order of the data
+        is returned.
 
     Raises:
-        Infeasible: the microbatches exceed a limit in every order that was tried.
+        Infeasible: the microbatches exceed a memory limit in every order that was tried.
     """
     step = _Step(schedule, costs, inside, interlocks=interlocks, overlap_communication=overlap_communication)
     in_data_order = tuple(range(len(costs)))
@@ -113,7 +114,7 @@ def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any
 
 
 def _sorted_orders(costs: Sequence[StageCosts]) -> Iterator[_Places]:
-    """Orders by the work of the microbatches: rising, falling, and with the largest in the middle or at the ends."""
+    """Yield four orders of the microbatches by work: rising, falling, largest in the middle, largest at the ends."""
     work = [sum(map(each.work, range(each.num_stages))) for each in costs]
     rising = sorted(range(len(work)), key=work.__getitem__)
     yield tuple(rising)
@@ -199,7 +200,7 @@ class _Step:
         return [max(needed(lane)) for lane in graph.lanes]
 
     def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
-        """The error for a step above the memory limits; the error names the fullest rank and its largest microbatch."""
+        """The error for a step that exceeds memory limits, with the fullest rank and the rank's largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]

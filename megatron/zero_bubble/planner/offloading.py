@@ -57,7 +57,7 @@ _ASSUMED = (0.95, 0.9, 0.8, 0.7)
 
 
 class _Copied(NamedTuple):
-    """The fastest schedule with copies to the host so far."""
+    """The fastest schedule with copies to the host that the search has found so far."""
 
     time: float
     """Expected time of the schedule; before a schedule is found, the time that the schedule has to undercut."""
@@ -75,12 +75,12 @@ def offloaded(
 
     Schedules without copies are planned under memory limits above the limits of the problem. Copies are inserted into
     each planned schedule, so that the schedule fits in the limits of the problem. A plan for a larger memory limit
-    needs more copies, but has less idle time and less recomputation. The schedule with the shortest expected time is
-    taken.
+    needs more copies, but has less idle time and less recomputation. The function returns the schedule with the
+    shortest expected time.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
-        problem: the problem, with the memory limits to keep.
+        problem: the planning problem, whose memory limits the returned schedule keeps.
         shortest: time of the best schedule without copies.
 
     Returns:
@@ -110,7 +110,7 @@ def offloaded(
 
 
 def _faster(best: _Copied, uncopied: Schedule, rules: Iterable[CopyRule], problem: Problem) -> _Copied:
-    """Return the fastest of `best` and the schedules that the rules make of `uncopied` by inserting copies."""
+    """Insert copies into `uncopied` by every rule; return the fastest schedule, or `best` if no schedule is faster."""
     without = problem.simulated(uncopied.without_communication())
     factor = slowdown(without, problem.spread, problem.time_between)
     for rule in rules:
@@ -133,13 +133,13 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
 
     A rank with full memory releases activations that have been copied to the host, and starts with the activations that
     the rank needs last (Belady's rule for page replacement). A copy back to the device is queued in time for the
-    backward, or later if memory is full. If copies do not release enough memory, W run earlier than in `timed`.
+    backward, or later if memory is full. If copies do not release enough memory, some W run earlier.
 
     Args:
         timed: a simulation of the schedule; its times determine where copies are placed. Copies that the schedule
             already has are removed first.
-        problem: the problem, with the memory limits and the costs.
-        rule: decides when copies are queued on the host link.
+        problem: the planning problem, with the memory limits and the costs of the stages.
+        rule: rule that decides when copies are queued on the link between device and host.
 
     Returns:
         The schedule with copies; None if the schedule exceeds a memory limit even with copies.
@@ -247,12 +247,12 @@ class _RankCopies:
         self._kept.append(_Kept(self._backward[key], copied, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
-        """Release activations, or run W earlier, until `amount` fits in memory; return False if `amount` cannot fit.
+        """Free memory by releasing activations or running W earlier; return False if `amount` still does not fit.
 
         Args:
             amount: memory to allocate.
             at: position of the operation that allocates the memory.
-            last: activations may be released only if their backward comes after this position; `at` by default.
+            last: only activations with a backward after the position `last` may be released; `at` by default.
         """
         if self._memory + amount <= self._limit:
             return True
@@ -305,7 +305,7 @@ class _RankCopies:
         self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
 
     def _bring_back(self, at: int) -> bool:
-        """Queue copies to the device that are due by position `at`; return False if a required copy does not fit."""
+        """Queue the copies to the device that are planned up to position `at`; return False if memory is too small."""
         due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
         for backward, key in due:
             size = self._size[key[1]]

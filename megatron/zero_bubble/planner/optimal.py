@@ -54,7 +54,7 @@ class Solution:
 
 
 def optimal(request: PlanRequest) -> Schedule:
-    """Make the schedule `optimal`; the default memory limit is the memory of 2p microbatches in flight.
+    """Make the schedule `optimal`; on p ranks the default memory limit is the memory of 2p microbatches in flight.
 
     The constraint program has no recomputation (R). With planned recomputation under a memory limit, the function
     returns the better of two schedules: the schedule `auto`, and the solver's schedule, which keeps all activations.
@@ -81,14 +81,15 @@ def optimal(request: PlanRequest) -> Schedule:
 
 
 def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
-    """Search for the best schedule of an instance with one chunk a rank.
+    """Search for the best schedule of an instance with one chunk per rank.
 
     Args:
         request: a checked request without recomputation.
         time_limit: seconds that the solver may take.
 
     Returns:
-        The best schedule and the best lower bound that were found; the schedule is never slower than `auto`.
+        The best schedule and the best lower bound that were found; the returned schedule is never slower than the
+        schedule `auto`.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.

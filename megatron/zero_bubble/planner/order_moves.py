@@ -2,9 +2,9 @@
 
 A *stretch* is a sequence of operations on the critical path that one rank runs without idle time. The critical path
 gets shorter only if an operation moves before the first or after the last operation of its stretch (Balas and
-Vazacopoulos 1998, Management Science 44). If a rank exceeds its memory limit after a move, a repair frees memory:
-weight gradients run earlier or, with planned recomputation, a microbatch drops its activations and gets an R
-(recomputation). A move may also remove an R from the critical path, so that its F keeps the activations.
+Vazacopoulos 1998, Management Science 44). If a rank exceeds its memory limit after a move, a repair frees memory: some
+W run earlier or, with planned recomputation, a microbatch drops its activations and gets an R (recomputation). A move
+may also remove an R from the critical path, so that the F of the same microbatch and stage keeps its activations.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OrderMoves:
         return [0.0, *accumulate(self.graph.allocation[op] for op in self.graph.lanes[rank])]
 
     def apply(self, move: Move) -> Move:
-        """Make a move; return the move that undoes it."""
+        """Make a move; return the reverse move."""
         replaced = self.graph.lanes[move.rank][move.first : move.end]
         self.graph.replace(move.rank, move.first, move.end, move.part)
         self._memory[move.rank] = self._memory_of(move.rank)
@@ -84,7 +84,7 @@ class OrderMoves:
                 yield from self._without_r(stretch)
 
     def fitting(self, move: Move) -> Iterator[Move]:
-        """Yield the move if the rank's memory stays within its limit; otherwise yield repaired moves that fit."""
+        """Yield `move` if it keeps the rank's memory limit; otherwise yield repaired versions of `move` that do."""
         moves: Iterable[Move | None] = [move]
         if not self._fits(move):
             first_drops = (False, True) if self.may_drop else (False,)
@@ -102,12 +102,12 @@ class OrderMoves:
         return True
 
     def memory_before(self, move: Move) -> float:
-        """Memory of the move's rank before the first operation that the move replaces."""
+        """Memory in use on the rank of `move` before the first operation that `move` replaces."""
         return self._memory[move.rank][move.first]
 
     @staticmethod
     def _out_of(stretch: Stretch) -> Iterator[tuple[int, int]]:
-        """Yield positions (source, target) that move an operation near an end of a stretch past this end."""
+        """Yield moves (source position, target position) of operations of a stretch past its start or its end."""
         for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
             yield source, stretch.last
         for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
@@ -129,7 +129,7 @@ class OrderMoves:
         return not any(self._waits_for(other, op) for other in lane[target:source])
 
     def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether `later`, which comes after `earlier` on the same rank, must stay after `earlier`.
+        """Whether the operation `later` must stay after the operation `earlier` in the order of their rank.
 
         Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
         their order. An operation on a vocabulary shard comes after the operations whose results it needs.
@@ -144,7 +144,7 @@ class OrderMoves:
         return any(need == earlier for need, _ in self.graph.needs[later])
 
     def _without_r(self, stretch: Stretch) -> Iterator[Move]:
-        """Yield moves that remove an R of the stretch, so that its F keeps the activations."""
+        """Yield moves that remove an R of `stretch`, so that the F of the same microbatch keeps its activations."""
         lane = self.graph.lanes[stretch.rank]
         for position in range(stretch.first, stretch.last + 1):
             if (recomputation := lane[position]) in self.r:
@@ -153,7 +153,7 @@ class OrderMoves:
                 yield Move(stretch.rank, recomputation, first, position + 2, part)
 
     def _keeps_recomputation(self, move: Move) -> bool:
-        """Whether every B without an R (recomputation) still runs right after its F, as full recomputation requires."""
+        """Whether every B without an R directly follows the F of its microbatch, as full recomputation requires."""
         if self.problem.recompute is not Recompute.FULL:
             return True
         lane = self.graph.lanes[move.rank]
@@ -169,7 +169,8 @@ class _Repair:
     """Repairs a move after which a rank would exceed its memory limit.
 
     The repair places operations one by one in the order of the move. Before an operation that would exceed the memory
-    limit, the repair places the next weight gradient, or drops activations that an R restores before their backward.
+    limit, the repair places the next W, or drops activations and inserts an R that restores the activations before
+    their backward.
     """
 
     def __init__(self, moves: OrderMoves, move: Move, *, drops_first: bool) -> None:
@@ -188,7 +189,7 @@ class _Repair:
         self._repairs = repairs[::-1] if drops_first else repairs[: 1 + moves.may_drop]
 
     def move(self) -> Move | None:
-        """The move with its repairs; None if the rank exceeds its memory limit with all repairs."""
+        """The repaired move; None if the rank exceeds its memory limit even after all repairs."""
         while len(self._order) - self._num_placed > len(self._lane) - self._end:
             op = self._order[self._num_placed]
             amount = self._graph.allocation[op] + self._restored(op) * ((op == self._kept) - (op in self._new_drops))
@@ -200,11 +201,11 @@ class _Repair:
         return self._move._replace(end=self._end, part=self._order[: self._num_placed])
 
     def _restored(self, forward: int) -> float:
-        """Memory that the R of a forward allocates; zero for other operations."""
+        """Memory that the R of the F `forward` allocates; zero if `forward` is not the number of an F."""
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Place the next W that can run before the next operation; return False if there is no such W."""
+        """Place the first W that can run before the next operation; return whether a placed W releases memory."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
@@ -218,8 +219,8 @@ class _Repair:
     def _drop(self) -> bool:
         """Drop activations that are in memory, and insert their R; return False if no activations can be dropped.
 
-        The repair drops the activations with the shortest critical path through their R. Of several activations with
-        paths of equal length, the repair drops the activations with the latest backward.
+        The repair drops the activations for which the longest path through their R is shortest. If several activations
+        have paths of equal length, the repair drops the activations with the latest backward.
         """
         graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]
@@ -247,9 +248,9 @@ class _Repair:
         return True
 
     def _may_drop(self, forward: int, waiting: set[int], dropped: set[int], position: int) -> bool:
-        """Whether the activations of `forward` are in memory, and may be dropped until the B at `position`.
+        """Whether the activations of the F `forward`, whose B is at `position`, are in memory and may be dropped.
 
-        The R of a stage run in the order of the microbatches.
+        No R can be inserted after the R of a later microbatch, because a stage runs its R in microbatch order.
         """
         if forward in waiting or forward in dropped or self._restored(forward) <= 0:
             return False

@@ -1,4 +1,4 @@
-"""Converts schedules to orders of codes and back, and makes the orders with the least memory."""
+"""Converts schedules to lists of operation codes and back, and makes the orders that need the least memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def schedule_of_orders(problem: Problem, orders: Sequence[Order]) -> Schedule:
 
 
 def orders_of_schedule(problem: Problem, schedule: Schedule) -> list[Order]:
-    """The orders of a schedule without communication; a fused B and W becomes a B and a W."""
+    """Convert a schedule without sends and receives to one order per rank; a BW becomes a B and a W."""
     codes, orders = problem.codes, []
     first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
     for rank, ops in enumerate(schedule.ops):

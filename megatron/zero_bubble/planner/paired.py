@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.pairs import computations
 
 @dataclass(frozen=True)
 class PairPolicy:
-    """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
+    """The parameters of a scheduling policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
     """Rank -> limit on microbatches in flight, summed over chunks; at this limit the rank runs F only in pairs."""
@@ -40,12 +40,12 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory, among `apart` and schedules with pairs of a forward and a backward.
+    """The fastest schedule that fits in memory, either `apart` or a schedule with pairs of a forward and a backward.
 
     Args:
         name: name of the returned schedule.
         problem: a problem whose costs include the exchanges of tokens between experts.
-        apart: the plan without pairs, within the memory limits of the problem.
+        apart: the schedule planned without pairs, within the memory limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
     planned = (_PairedRanks(problem, policy).schedule() for policy in islice(_policies(problem), number))
@@ -60,7 +60,7 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
 
 
 def _policies(problem: Problem) -> Iterator[PairPolicy]:
-    """Yield the policies to try, the most promising first: combinations of values of the fields of `PairPolicy`."""
+    """Yield the scheduling policies to try, as combinations of the fields of `PairPolicy`, the most promising first."""
     p, v = problem.num_ranks, problem.placement.num_chunks
     before = p * (v - 1) if problem.placement.kind == "interleaved" else 0
     unlimited = (problem.num_microbatches * v,) * p
@@ -72,13 +72,13 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try; True is tried only if W takes less time in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try, which include True only if W is faster in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
 
 def _hides_weights(problem: Problem, forward: int, backward: int) -> bool:
-    """Whether W of stage `backward` takes less time in a pair with F of stage `forward` than alone."""
+    """Whether the W of stage number `backward` takes less time in a pair with the F of stage `forward` than alone."""
     costs = problem.costs
     added = costs.time_of_pair(forward, OpKind.PBW, backward) - costs.time_of_pair(forward, OpKind.PB, backward)
     return added < costs.time_w[backward] * (1 - 1e-9)
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of kind `first` with the next operation, if they differ in kind and in microbatch."""
+    """Pair each operation of the kind `first` with the next operation if kind and microbatch of the two differ."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -130,7 +130,7 @@ def _named(problem: Problem) -> Iterator[Schedule]:
 
 
 class _PairedRanks(EventLoop):
-    """A policy that runs pairs of F and B; a pair has the code `codes.end + stage of F * num_stages + stage of B`."""
+    """A scheduling policy that runs pairs of F and B, coded as `codes.end + stage of F * num_stages + stage of B`."""
 
     def __init__(self, problem: Problem, policy: PairPolicy) -> None:
         super().__init__(problem)
@@ -139,7 +139,7 @@ class _PairedRanks(EventLoop):
         """Rank -> {B that runs in a pair: kind of the pair}."""
 
     def schedule(self) -> Schedule | None:
-        """Run the event loop and return its schedule with pairs; None if the ranks deadlock."""
+        """Run the event loop and return the resulting schedule with pairs; None if the ranks deadlock."""
         plan = self.run()
         if plan is None:
             return None
@@ -183,18 +183,18 @@ class _PairedRanks(EventLoop):
         return self.codes.end + f * self.num_stages + b - self.codes.b
 
     def parts_of(self, code: int) -> tuple[int, ...]:
-        """The codes of the F and the B of a pair; the code itself for other operations."""
+        """The codes of the F and the B if `code` is the code of a pair; otherwise a tuple with `code` only."""
         forward, backward = divmod(code - self.codes.end, self.num_stages)
         return (code,) if code < self.codes.end else (forward, self.codes.b + backward)
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """Code and start time of the operation of one kind that can start first; (-1, inf) if no start is known.
+        """(code, start time) of the earliest operation of one kind; (-1, inf) if no start time is known.
 
         Args:
             stages: stages of the rank in order of preference; this order decides between operations that can start at
                 the same time.
             now: current time.
-            first: first code of the kind of operation.
+            first: code of the operation of that kind on stage 0 (see `Codes`).
         """
         ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
         when, place = min(ready)
@@ -232,7 +232,7 @@ class _PairedRanks(EventLoop):
 
 
 class _OrderedRanks(_PairedRanks):
-    """A policy that runs forwards, backwards and pairs in a given order; W runs in gaps and when memory is full."""
+    """A scheduling policy that runs F, B and pairs in a given order, and W in idle gaps or when memory is full."""
 
     def __init__(self, problem: Problem, policy: PairPolicy, order: Computations) -> None:
         super().__init__(problem, policy)

@@ -83,21 +83,21 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: memory beyond `room`, then time, then unevenness of end times."""
+        """Sort key that puts the best partition first: memory above `room`, then time, then unevenness of end times."""
         ends = self._ends(partition, self._work.of_stages(partition))
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
         """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
 
-        The weights of differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
+        The factors for differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
         works = self._work.of_stages(partition)
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))
         return max(self._ends(partition, works)) * (1 + lost)
 
     def excess(self, partition: Sequence[int]) -> float:
-        """Memory by which model states and one microbatch exceed the memory of a rank, summed over the ranks."""
+        """Sum over the ranks of the memory by which model states and one microbatch exceed the memory of the rank."""
         return sum(self._excess(partition))
 
     def busiest(self, partition: Sequence[int]) -> int:
@@ -153,7 +153,7 @@ def _unevenness(values: Sequence[float]) -> float:
 
 
 class _Sums:
-    """Sums of a value over the units of each stage."""
+    """Sums of one kind of cost over the units of each stage."""
 
     def __init__(self, model: ModelCosts, value: Callable[[UnitCosts], float]) -> None:
         self._ends = value(model.embedding), value(model.output)
@@ -162,7 +162,7 @@ class _Sums:
     def equal_shares(self, num_stages: int) -> list[int]:
         """Stage -> number of layers up to the end of the stage.
 
-        The sum of `value` over the units of a stage is nearly equal for all stages.
+        The stages end so that the sum of costs over the units of a stage is nearly equal for all stages.
         """
         first, last = self._ends
         total = first + self._before[-1] + last
@@ -179,7 +179,7 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key that puts the most even partition first; of two, the partition with fewer layers in early stages."""
+    """Sort key that puts the most even partition first and, among equals, prefers fewer layers in early stages."""
     return sum(number * number for number in partition), partition
 
 
@@ -224,7 +224,7 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: the estimates for the model, with the least number of layers of each stage.
+        balance: the estimator of a partition's time, which also gives the least number of layers of each stage.
         partition: the partition before the move.
         givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.
@@ -241,7 +241,7 @@ def moves_from(
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions after a move of one layer, the best first, with at most `tolerance` times the time of `partition`."""
+    """Sorted partitions after a move of one layer, whose time is at most `tolerance` times the time of `partition`."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)
@@ -253,7 +253,7 @@ def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list
 
 
 def _is_less(first: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `first` is lexicographically less than `other` by more than rounding errors."""
+    """Whether the sequence `first` is lexicographically less than `other` by more than rounding errors."""
     for value, other_value in zip(first, other, strict=True):
         if abs(value - other_value) > 1e-9 * max(value, other_value):
             return value < other_value

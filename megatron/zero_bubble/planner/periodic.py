@@ -32,7 +32,7 @@ NUM_CHECKED = 24
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield numbers of microbatches of shorter schedules that can be extended to `num_microbatches`.
+    """Yield smaller numbers of microbatches whose schedules can be extended to `num_microbatches` microbatches.
 
     No number is yielded for a schedule of at most `LONG` operations.
     """
@@ -99,7 +99,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Displaced operations, which run during the period without belonging to it, per operation of the period."""
+        """Number of operations that run during the period but do not belong to it, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 

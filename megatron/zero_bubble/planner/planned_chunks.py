@@ -69,7 +69,7 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
 
 
 def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
-    """The plans and the named schedules that fit in memory; `group_size` is as in `best_in_groups`."""
+    """The plans and the named schedules that fit in memory; `best_in_groups` explains the argument `group_size`."""
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
@@ -102,7 +102,7 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
 
 
 def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
-    """Plan orders within feasible limits and return the best plans; `group_size` is as in `best_in_groups`."""
+    """Plan a feasible problem, and return the best plans; `best_in_groups` explains the argument `group_size`."""
     portfolio = Portfolio(problem)
     if group_size is None:
         _try(portfolio, _choices_of_groups(problem))
@@ -136,7 +136,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
 
 
 def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
-    """Plan with the given tuples of group sizes, the most promising first, and add the best plans to `portfolio`."""
+    """Plan with each tuple of group sizes in `choices`, the most promising first; keep the best in `portfolio`."""
     problem = portfolio.problem
     if problem.recomputes:
         for groups in choices[:3]:
@@ -168,12 +168,12 @@ def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
-    """Whether the group sizes `first`, `others` and `groups` rise in this order or fall in this order."""
+    """Whether the largest size in `others` lies between the largest sizes in `first` and in `groups`."""
     return max(groups) < max(others) < max(first) or max(groups) > max(others) > max(first)
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """The slopes to try, the most promising first: differences of the warmups of successive ranks, in numbers of F.
+    """Slopes to try, the most promising first; a slope is the difference in F between the warmups of successive ranks.
 
     With Megatron's slope, a difference of 2 F between the warmups of successive ranks, no rank is idle before its first
     B if F takes as long as B. With the slope `until_b`, which is computed from durations and message times, no rank is
@@ -196,7 +196,7 @@ def _filling_slope(problem: Problem) -> float:
 
 
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield, for one chunk a rank, numbers of microbatches in flight that fall from the first rank to the last rank.
+    """Yield limits on microbatches in flight with one chunk per rank, which fall from the first rank to the last.
 
     On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep these ranks
     busier.
@@ -211,7 +211,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
-    """Yield, for several chunks a rank, limits on F ahead of B that allow the warmups of `alternating_orders`."""
+    """For several chunks per rank, yield limits on microbatches in flight, as reached in `alternating_orders`."""
     for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 

@@ -77,7 +77,7 @@ class Portfolio:
 
     @property
     def best(self) -> PlannedOrders:
-        """The best plan so far; `ensure_plan` ensures that there is a plan."""
+        """The best plan so far; call `ensure_plan` first, so that a plan exists."""
         assert self.plans, "no plan fits"
         return self.plans[0]
 
@@ -98,13 +98,13 @@ class Portfolio:
         return [schedule_of_orders(self.problem, plan.orders) for plan in best]
 
     def offer(self, plan: PlannedOrders | None) -> None:
-        """Keep `plan` if it is among the best so far and no kept plan has the same cost."""
+        """Keep `plan` if it is one of the best plans so far and no kept plan has the same cost."""
         if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
             return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
     def improve(self, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve plans by local search until a plan is good enough: first all plans a little, then the best plans.
+        """Improve plans by local search until one reaches the target cost: first all briefly, then the best plans.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
@@ -158,10 +158,10 @@ class Portfolio:
             self.in_order(one_by_one(self.problem))
 
     def insert_shards(self, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan without vocabulary shards by `search`, insert operations on shards, and keep the best plans.
+        """Plan without vocabulary shards by calling `search`, insert operations on shards, and keep the best plans.
 
-        The method does nothing without vocabulary shards, and with an effort of zero. Operations on vocabulary shards
-        delay the backwards, so that one more microbatch is in flight.
+        The method does nothing if the problem has no vocabulary shards or a budget of zero. Operations on vocabulary
+        shards delay the backwards, so that one more microbatch is in flight.
         """
         problem = self.problem
         if not problem.has_shards or problem.budget == 0:
@@ -192,7 +192,7 @@ class Portfolio:
                         self.in_order(orders)
 
     def drop_into_idle_time(self) -> None:
-        """Drop activations that the best plan has idle time to recompute, so that other activations fit in memory."""
+        """Drop activations that can be recomputed in idle time of the best plan, so that other activations fit."""
         problem, drops = self.problem, frozenset[tuple[int, int]]()
         while self.plans and not self.finished:
             before = self.cost
@@ -206,7 +206,7 @@ class Portfolio:
 
 
 def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of all kept activations for which the idle time before B is long enough for their R."""
+    """(stage, microbatch) of all kept activations whose R would fit in the idle time before their B."""
     schedule = schedule_of_orders(problem, plan.orders)
     idle = set()
     for rank, lane in enumerate(problem.simulated(schedule).lanes):
@@ -220,7 +220,7 @@ def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozens
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """Plan a problem with `best`; with `Recompute.PLANNED`, also choose the microbatches with an R (recomputation).
+    """Plan a problem with the function `best`; with `Recompute.PLANNED`, also choose the microbatches with an R.
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
@@ -256,19 +256,19 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
 
 def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Schedule]) -> bool:
-    """Whether a plan without R in unlimited memory costs less than `cost`."""
+    """Whether unlimited memory allows a plan without R that takes less time than `cost`."""
     enough = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in keeping.whole_memory)))
     unlimited = replace(keeping, limits=enough, budget=0 if keeping.is_long else keeping.budget)
     return keeping.limits != enough and cost > unlimited.aim and cost > cost_of(best(unlimited), unlimited)
 
 
 def cost_of(schedule: Schedule, problem: Problem) -> float:
-    """Simulate a schedule; return the time by which schedules are compared."""
+    """Simulate a schedule; return the time by which the planner compares schedules."""
     return judged(schedule, problem)[0]
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """Simulate a schedule; return the time by which schedules are compared, and the time that breaks a tie."""
+    """Simulate a schedule; return the time by which schedules are compared, and the time that decides ties."""
     timeline = problem.simulated(schedule)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
@@ -282,9 +282,9 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of shard operations added to
-    W. If the simulated schedule exceeds the limits or takes longer than `shortest`, the schedule is left out, because
-    the insertion of operations on shards would only add waits and microbatches in flight.
+    A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of operations on shards added
+    to the time of W. If the simulated schedule exceeds the memory limits or takes longer than `shortest`, the schedule
+    is left out. Inserting operations on shards would only add idle time and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -293,7 +293,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The fastest schedule, by the longest span of a rank or by the makespan.
+    """The fastest schedule; schedules are compared by the longest span of a rank or by the makespan.
 
     If the longest span of a rank is compared, the makespan decides between equally fast schedules. If the makespan is
     compared, the longest span of a rank decides between equally fast schedules.

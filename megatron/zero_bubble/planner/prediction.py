@@ -34,7 +34,7 @@ class MegatronsTime:
     is_same_layout: bool = False
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The time of the step for new costs, if it changes in proportion to the time of F, B and W."""
+        """The time of the step for new costs, assumed to be proportional to the time of F, B and W."""
         return self.milliseconds * work_of_stages(costs) / self.work
 
 
@@ -100,10 +100,10 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is the step time of `megatrons` divided by the predicted makespan. The step
-        time of `megatrons` is first scaled by the time of F, B and W in the measured costs, divided by the time of F, B
-        and W in the costs of `megatrons`. Without `megatrons`, the speedup is the longest span of a rank in 1F1B
-        divided by the longest span in the schedule; each rank has the same layers in both schedules. Under full
+        If `megatrons` is given, the speedup is `megatrons.milliseconds`, scaled to the measured costs, divided by the
+        predicted makespan. The scale factor is the time of F, B and W in the measured costs divided by
+        `megatrons.work`. Without `megatrons`, the speedup is the longest span of a rank in 1F1B divided by the longest
+        span of a rank in the predicted schedule; each rank has the same layers in both schedules. Under full
         recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
         the time of the operations on vocabulary shards is part of the backwards.
         """

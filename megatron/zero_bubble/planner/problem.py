@@ -114,9 +114,9 @@ class Problem:
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether plans are compared by their makespans, instead of the longest span of a rank.
+        """Whether plans are compared by their makespans, and not by the longest span of a rank.
 
-        Recomputation, if it is planned, could shorten the longest span of a rank and lengthen the makespan.
+        With planned recomputation, a plan with a shorter longest span of a rank can have a longer makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
@@ -125,11 +125,11 @@ class Problem:
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
     def judged_spans(self, starts: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
-        """The two times of the method `judged`, computed from the start and the end of the span of every rank."""
+        """The result of `judged` for ranks whose spans start at the times `starts` and end at the times `ends`."""
         return self.judged(max(map(sub, ends, starts)), max(ends) - self.first_start(starts))
 
     def first_start(self, starts: Sequence[float]) -> float:
-        """Start of the makespan; `starts` has the start of the span of every rank."""
+        """The time from which the makespan is measured; `starts` has the start of every rank's span."""
         return 0.0 if self.has_shards else min(starts)
 
     @property
@@ -202,7 +202,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Two tuples, by stage s, for messages between stages s and s + 1: latencies, and times that occupy ranks."""
+        """For messages between stages s and s + 1: a tuple of latencies, and a tuple of times that occupy a rank."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)
@@ -219,7 +219,7 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Code of an operation -> (code, latency of the result) of each operation that needs its result."""
+        """Code of an operation -> tuples (code of an operation that needs the result, latency of the result)."""
         users: list[list[tuple[int, float]]] = [[] for _ in range(self.codes.end)]
         for source, target, latency in self.links:
             users[source].append((target, latency))
@@ -239,7 +239,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code of an operation -> time to compute its result and, if receiving occupies the rank, receive its input."""
+        """Code of an operation -> compute time, plus the time for which receiving the input occupies the rank."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
@@ -261,7 +261,7 @@ class Problem:
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
-        """Code of an operation -> allocated memory (positive; F, R and S only) or released memory (negative)."""
+        """Code of an operation -> memory that the operation allocates (F, R, S) or, with a negative sign, releases."""
         f = tuple(each.whole for each in self.footprints)
         b = tuple(each.after_b - each.whole for each in self.footprints)
         w = tuple(each.after_w - each.after_b for each in self.footprints)
@@ -276,7 +276,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> total time of its operations; a stage that recomputes by default has an R for every microbatch."""
+        """Rank -> total time of its operations, with R only on stages where most microbatches have an R."""
         kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
         times = [
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
@@ -304,7 +304,7 @@ class Problem:
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> smallest peak memory of schedules with separate B and W, reached with one microbatch at a time."""
+        """Rank -> smallest possible peak memory with separate B and W: the peak if one microbatch runs at a time."""
         smallest = []
         for stages in self.stages_of:
             footprints = [self.footprints[s] for s in stages]

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
 
 _NUM_CHUNKS: dict[PlacementKind, int] = {"linear": 1, "v": 2, "interleaved": 2}
-"""Kind of placement -> default number of model chunks a rank."""
+"""Kind of placement -> default number of model chunks per rank."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Entry:
 
     @property
     def num_chunks(self) -> int:
-        """Default number of model chunks a rank."""
+        """Default number of model chunks per rank."""
         return _NUM_CHUNKS[self.placement]
 
     @property
     def plans_all_kinds(self) -> bool:
-        """Whether the planner places operations on vocabulary shards and pairs together with all other operations."""
+        """Whether the planner places all kinds of operations, including pairs and operations on vocabulary shards."""
         return self.uses_costs and not self.is_slow
 
     @property
     def takes_num_chunks(self) -> bool:
-        """Whether the number of model chunks a rank can be chosen; otherwise a rank has `num_chunks` chunks."""
+        """Whether the number of model chunks per rank can be chosen; otherwise a rank has `num_chunks` chunks."""
         return self.takes_placement or self.placement == "interleaved"
 
 
@@ -83,7 +83,7 @@ def _generated(
 def _planned(
     name: str, summary: str, kind: PlacementKind, limits: Callable[[PlanRequest], Limits], **facts: bool
 ) -> Entry:
-    """An entry for a schedule of the automatic scheduler; `limits` computes its default memory limits."""
+    """An entry for a schedule of the automatic scheduler; `limits` computes the default memory limits."""
     return Entry(name, summary, kind, partial(planned, limits), uses_costs=True, **facts)
 
 
@@ -171,10 +171,10 @@ def names() -> tuple[str, ...]:
 
 
 def entry_of(name: str) -> Entry:
-    """The registry's entry for a name.
+    """The registry's entry for the schedule `name`.
 
     Raises:
-        UnknownSchedule: no schedule has this name. The message of the error lists all names.
+        UnknownSchedule: no schedule has this name. The error message lists the names of all schedules.
     """
     try:
         return ENTRIES[name]
@@ -190,9 +190,9 @@ def placement_for(
     Args:
         name: name of the schedule.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks a rank; by default the schedule's own number of chunks.
-        kind: kind of placement, for a schedule without a fixed placement; by default linear for one chunk a rank, and
-            interleaved for several, as with Megatron's flags.
+        num_chunks: number of model chunks per rank; by default the schedule's own number of chunks.
+        kind: kind of placement, for a schedule without a fixed placement; by default, as with Megatron's flags, linear
+            for one chunk per rank and interleaved for several chunks.
 
     Raises:
         UnknownSchedule: no schedule has this name.

@@ -21,7 +21,7 @@ QUICK_EFFORT = 50_000
 DRAFT_EFFORT = 10_000
 """Largest effort of a draft plan; draft plans are compared by simulated times, other plans by expected times."""
 MOST_CHUNKS = 64
-"""Largest number of model chunks a rank."""
+"""Largest number of model chunks per rank."""
 
 Limits = tuple[float, ...]
 """Rank -> memory limit of its activations."""
@@ -82,18 +82,20 @@ class PlanRequest:
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that a rank starts the next
             iteration without waiting for the other ranks.
-        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, from which
-            published bubble rates are computed. An iteration whose optimizer step waits for all ranks takes the
-            makespan. Without post-validation interleaved placements are always compared by their makespan.
+        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank. Published
+            bubble rates are computed from the longest span of a rank. An iteration whose optimizer step waits for all
+            ranks takes the makespan. Without post-validation interleaved placements are always compared by their
+            makespan.
         pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
             tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
         host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
             compared by their expected times.
-        time_between: additional time between two operations of a rank, which is part of expected times only.
-        effort: number of operations to plan for a placement, summed over all candidates; a few candidates are planned
-            in any case.
+        time_between: time that passes between two successive operations of a rank. Only the expected time of a step
+            includes the time between operations; the simulated time does not.
+        effort: number of operations to plan for a placement, summed over all candidate schedules; a few candidates are
+            planned even if the effort is zero.
     """
 
     schedule: str
@@ -130,7 +132,7 @@ class PlanRequest:
 
     @property
     def recompute(self) -> Recompute:
-        """The recomputation of a request with only one value of `recomputes`."""
+        """The value of `Recompute` for a request with only one value in the field `recomputes`."""
         assert len(self.recomputes) == 1, "the layout has not been chosen"
         return self.recomputes[0]
 
@@ -147,7 +149,7 @@ class PlanRequest:
         return self.costs
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the placement, partition and vocabulary parallelism of a layout are choices of the request."""
+        """Whether the request allows the placement, partition and vocabulary parallelism of a layout."""
         return (
             layout.placement in self.placements
             and self.partition in (None, layout.partition)
@@ -174,11 +176,11 @@ class PlanRequest:
         return None if self.memory_limit is None else limits_of_ranks(self.memory_limit, self.num_ranks)
 
     def within(self, limits: Limits | None) -> PlanRequest:
-        """The same request with `limits` as memory limits; None for the default limit of the schedule."""
+        """The same request with the memory limits `limits`; None stands for the default limit of the schedule."""
         return replace(self, memory_limit=limits)
 
     def checked(self) -> PlanRequest:
-        """Check a request with one placement, and fill in default costs and one memory limit a rank.
+        """Check a request with one placement, and fill in default costs and one memory limit per rank.
 
         Raises:
             ScheduleError: sizes, costs, limits or options of the request contradict each other.
@@ -221,7 +223,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """With vocabulary shards, raise memory limits by the memory of one more microbatch in flight and its softmax."""
+    """With vocabulary shards, raise memory limits by the memory of one more microbatch, including its softmax."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

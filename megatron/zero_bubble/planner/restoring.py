@@ -18,16 +18,16 @@ Groups = tuple[int, ...]
 def groupings(problem: Problem) -> list[Groups]:
     """The numbers of groups of layers to try for each stage, the fewest groups first.
 
-    With more groups of layers a stage takes less memory, but its B takes longer: more of the stage's recomputation and
-    weight gradients run inside the B, for which the previous stage waits. A rank that is not short of memory has one
-    group of layers a stage.
+    With more groups of layers, a stage takes less memory, but its B takes longer. With more groups, the B includes more
+    of the stage's recomputation and weight gradients, and the previous stage waits for the B. On a rank that is not
+    short of memory, each stage has one group of layers.
 
     Args:
         problem: a problem with memory limits.
 
     Returns:
-        Tuples with the number of groups of every stage. If the tuple with the most groups fits in memory, all returned
-        tuples fit in memory.
+        Tuples with one number per stage: the stage's number of groups of layers. If the stages fit in memory with the
+        largest numbers of groups, the stages fit with every returned tuple.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 class GapRule(Enum):
-    """Whether an operation may run in a gap shorter than itself, and so delay the operation after the gap."""
+    """Whether an operation may run in an idle gap shorter than the operation, and so delay the next operation."""
 
     ALWAYS = "always"
     NEVER = "never"
@@ -35,7 +35,7 @@ class Keeping:
         """The rules to try for dropping activations: a single rule if no microbatch may be recomputed.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The R (recomputation) of the
-        first microbatch can run before any B is ready, and later R can reuse its memory. One rule drops activations
+        first microbatch can run before any B is ready, and a later R can reuse the memory. One rule drops activations
         only in the warmup and in the cooldown, where ranks idle.
         """
         if not problem.recomputes:

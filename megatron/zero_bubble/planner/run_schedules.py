@@ -53,9 +53,9 @@ class RunSchedules:
     def named(
         cls, name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
     ) -> RunSchedules:
-        """The schedules of a run by their name in the registry, such as `zb-h1`.
+        """The schedules of a run that uses the schedule `name` of the registry, such as `zb-h1`.
 
-        The arguments are as in `placement_for`.
+        `named` takes the same arguments as `placement_for`.
 
         Raises:
             ScheduleError: no schedule has this name, or the schedule does not support the ranks, chunks or placement.
@@ -64,7 +64,7 @@ class RunSchedules:
 
     @classmethod
     def of(cls, schedule: Schedule) -> RunSchedules:
-        """The schedules of a run with one given schedule."""
+        """The schedules of a run that uses only `schedule`, for one number of microbatches."""
         request = PlanRequest(schedule.name, schedule.num_microbatches, (schedule.placement,))
         return cls(request, given=schedule)
 
@@ -96,11 +96,11 @@ class RunSchedules:
         return self.given is None and entry_of(self.name).uses_costs
 
     def requesting(self, **changes: Any) -> RunSchedules:
-        """A copy in which some fields of the request have other values; the copy has no shared schedules."""
+        """A copy of this `RunSchedules`, without shared schedules and with other values in fields of the request."""
         return replace(self, request=replace(self.request, **changes), shared={})
 
     def with_shared(self, schedule: Schedule) -> RunSchedules:
-        """Return a copy in which `shared` also contains `schedule`, a schedule that all ranks have received."""
+        """Return a copy of this `RunSchedules` with one more shared schedule, which all ranks have received."""
         return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -183,11 +183,11 @@ def prepare(
     orders_tail: bool = False,
     post_validation: bool = False,
 ) -> Schedule:
-    """Lower and validate a schedule, so that ranks can run the schedule. A schedule with communication is not lowered
-    again.
+    """Lower and validate a schedule, so that ranks can run the schedule. A schedule that already has sends and receives
+    is not lowered again.
 
     Args:
-        schedule: a schedule with or without communication.
+        schedule: a schedule with or without sends and receives.
         costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
         forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have no
             effect on an evaluation.

@@ -10,9 +10,9 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, for two chunks a rank; more layouts are tried."""
+"""Largest number of F, B and W of a small problem, for two chunks per rank; more layouts are tried."""
 _LARGE = 5000
-"""Smallest number of F, B and W of a large problem, for two chunks a rank; only one round of planning is made."""
+"""Smallest number of F, B and W of a large problem, for two chunks per rank; only one round of planning is made."""
 _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
@@ -25,11 +25,10 @@ class Extent:
 
     Attributes:
         rounds: (number of layouts, divisor of the full effort for each layout) of each round of planning.
-        promising: largest time of a plan, relative to the shortest time, for which its layout is planned with more
-            effort.
+        promising: a layout is planned with more effort if its plan takes at most `promising` times the shortest time.
         num_moved: number of best plans whose layers are moved to other stages.
-        worth_moving: largest time of a plan, relative to the shortest time, for which layers of its layout move to
-            other stages.
+        worth_moving: layers of a layout are moved to other stages if its plan takes at most `worth_moving` times the
+            shortest time.
         is_small: whether the problem is small, so that plans that differ only in recomputation count as different.
     """
 
@@ -55,6 +54,6 @@ def extent_of(request: PlanRequest) -> Extent:
 
 
 def most_moves(request: PlanRequest, placement: Placement) -> int:
-    """For a layout with the given placement, the largest number of partitions to plan besides the first partition."""
+    """Largest number of partitions to plan for a layout with the given placement, besides the first partition."""
     num_operations = 3 * placement.num_stages * request.num_microbatches
     return max(1, min(_MOST_MOVES, _MOVED_OPERATIONS // num_operations))

@@ -73,18 +73,18 @@ class StepProblem:
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan: sizes, limits, options, costs and schedules are the same."""
+        """Whether `other` has the same sizes, limits, options, costs and schedules, and therefore the same plan."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
     def solve(self, least_level: int = 0) -> StepPlan:
-        """Plan the step; the same problem has the same plan on every rank.
+        """Plan the step; all ranks make the same plan from the same problem.
 
         Args:
             least_level: first memory level to try (see `StepPlan.level`).
 
         Raises:
-            Infeasible: the microbatches exceed the memory limits even one at a time.
+            Infeasible: the microbatches exceed the memory limits even if one microbatch runs at a time.
         """
         start, rules, inside = time.perf_counter(), self.rules, self.costs.inside
         costs = [self.costs.of(size) for size in self.sizes]
@@ -102,7 +102,7 @@ class StepProblem:
 
 
 def _num_tried(costs: Sequence[StageCosts]) -> int:
-    """The number of orders to try for a step, given the costs of its microbatches."""
+    """The number of microbatch orders to try for a step, given the costs of the step's microbatches."""
     num_stages = costs[0].num_stages
     longest = max(sum(each.work(stage) for each in costs) for stage in range(num_stages))
     seconds, each = _PLANNING_SHARE * longest / 1000.0, 3 * num_stages * len(costs) * _SECONDS_PER_OPERATION
@@ -110,8 +110,8 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step with the run's usual schedule if its microbatches fit in memory in some order, otherwise with a
-    schedule that needs less memory.
+    """Plan a step with the run's usual schedule if the step's microbatches fit in memory in some order, otherwise with
+    a schedule that needs less memory.
 
     Args:
         plan: the schedules of the run.
@@ -120,7 +120,7 @@ def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: i
         options: keyword arguments of `order_microbatches`.
 
     Raises:
-        Infeasible: the microbatches exceed the memory limits even one at a time.
+        Infeasible: the microbatches exceed the memory limits even if one microbatch runs at a time.
     """
     problem: Infeasible | None = None
     for level in count(least_level):

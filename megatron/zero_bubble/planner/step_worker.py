@@ -1,7 +1,7 @@
 """A process that plans steps for a training process, and ends when the training process ends.
 
-The argument of the process is the file descriptor of a connection. For each `StepProblem` that arrives, the process
-sends back a `StepPlan` or an `Infeasible`.
+The command-line argument of the planning process is the file descriptor of a connection to the training process. The
+planning process answers each `StepProblem` with a `StepPlan` or an `Infeasible`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: plans for two chunks a rank, placed in a V, from measured costs (arXiv 2405.15362).
+"""ZB-V, V-Half and V-Min: plans for two chunks per rank, placed in a V, from measured costs (arXiv 2405.15362).
 
 The candidates are orders of F and B from repeated building blocks and from list scheduling, with W inserted in idle
 time. At the end of planning, a local search improves the best plans.
@@ -71,9 +71,9 @@ def best_in_v(problem: Problem) -> Schedule:
 def _search(problem: Problem) -> Portfolio:
     """Plan schedules for a V-shaped placement, and return the best plans.
 
-    If the budget is spent and no plan fits in memory, the search still tries each remaining building block with one
-    `GapRule`, and then list scheduling. The order that runs one microbatch at a time always fits in memory, but can
-    take several times as long as other orders.
+    If the budget is spent before a plan fits in memory, the search still tries each remaining building block, with only
+    one `GapRule` per block, and then list scheduling. The order that runs one microbatch at a time always fits in
+    memory, but can take several times as long as other orders.
     """
     portfolio = Portfolio(problem)
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
@@ -134,7 +134,7 @@ def _vary(portfolio: Portfolio, tried: Sequence[_Tried]) -> None:
 
 
 def _leads(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield limits on microbatches in flight in chunk 0, each as a tuple: rank -> largest number of microbatches."""
+    """Yield tuples: rank -> largest number of microbatches in flight in chunk 0 of the rank."""
     most = 2 * _max_in_flight(problem)
     for share, slope in LEADS:
         yield tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
@@ -186,7 +186,7 @@ def _blocks(problem: Problem) -> list[Block | None]:
 
 
 def _sparse_blocks(problem: Problem) -> Iterator[Block]:
-    """Yield building blocks with fewer microbatches in flight than fit in memory, which leave memory for waiting W."""
+    """Yield building blocks with so few microbatches in flight that memory is left for W that run later."""
     p, most = problem.num_ranks, _max_in_flight(problem)
     for in_flight in (p, p / 2 + 1, p / 3 + 1):
         if in_flight < most:
