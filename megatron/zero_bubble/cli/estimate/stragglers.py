@@ -96,7 +96,7 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """SGD method -> groups of replicas that average parameters; None for synchronous SGD, without such groups."""
+        """The groups of replicas that average parameters, by the name of the SGD variant; None for synchronous SGD."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 
