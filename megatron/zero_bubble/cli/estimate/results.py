@@ -131,7 +131,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules named in `names` and, if the flags leave the layout open, the layout to be chosen.
+    """Estimate the schedules in `names` and, if the flags leave the layout open, the layout that the planner chooses.
 
     If `frees_layout` is set, the results also contain the layout that the training would choose without Megatron's
     layout flags.

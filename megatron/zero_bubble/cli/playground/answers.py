@@ -58,7 +58,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return the bubble rate and the iteration time under a memory limit, or the smallest limit if no plan fits.
+    """Return the bubble rate and time under a memory limit or, if no plan fits, the smallest limit that allows a plan.
 
     If `of_dial` is set, the planner compares plans by makespan, as `zero-bubble schedule memory-curve --dial` does.
     """
