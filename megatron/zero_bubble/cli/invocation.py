@@ -29,10 +29,10 @@ class FollowingFlags:
 
 
 def run_command(prog: str, body: Callable[[], bool | None]) -> int:
-    """Call the function `body` of a command, and print an error as one line that begins with `prog`.
+    """Call the function `body` of a command, and print an error as one line that begins with the program name `prog`.
 
     Returns:
-        The exit status: 0 after success, 2 after a user's mistake, 1 if `body` fails otherwise or returns False, 130
+        The exit status: 0 after success, 1 after a failure or if `body` returns False, 2 after a user's mistake, 130
         after Ctrl-C.
     """
     try:
@@ -131,7 +131,7 @@ _SMALLEST, _LARGEST = 1e-20, 1e20
 def numbers(
     at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
 ) -> Callable[[str], tuple[float, ...]]:
-    """Return a function that parses a comma-separated list of numbers and refuses numbers outside the bounds."""
+    """Return a function that parses a comma-separated list of numbers and refuses numbers outside given bounds."""
 
     def parse(text: str) -> tuple[float, ...]:
         values = tuple(_parsed_number(word) for word in text.split(","))

@@ -128,7 +128,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """Return the placements to search: `usual` and all others, as far as --placement and --num-chunks allow."""
+        """Return all placements that --placement and --num-chunks allow; one candidate is the placement `usual`."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:

@@ -90,7 +90,7 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag --host-bandwidth; the argument `of` names the flag with which --host-bandwidth has an effect."""
+    """Return the flag --host-bandwidth; the parameter `of` names the flag with which --host-bandwidth has an effect."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
         "this speed instead of a measurement",

@@ -23,9 +23,8 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     The lines state the number of parameters, the share of deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: `--zero-bubble-no-strict` is not given and the weight gradient of a linear layer cannot be deferred
-            to W, or `--zero-bubble-strict` is given and the weight gradient of some module cannot be deferred to W. The
-            error is raised on all ranks.
+        ValueError: W cannot compute the weight gradient of a linear layer (allowed with `--zero-bubble-no-strict`) or
+            of another module (refused only with `--zero-bubble-strict`). All ranks raise the error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))

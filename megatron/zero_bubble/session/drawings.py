@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Draw the timeline if `iteration` is one to draw; a collective call of the pipeline of global rank 0."""
+        """Draw the timeline if `first` <= `iteration` <= `last`; a collective call of global rank 0's pipeline."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -135,7 +135,7 @@ def cause_scalars(timeline: Timeline) -> dict[str, float]:
 
 
 def plan_picture(timeline: Timeline) -> np.ndarray:
-    """A picture [height, width, 3] of the operations of every rank over time, numbered by their microbatches."""
+    """An image array [height, width, 3] of every rank's operations over time, with their microbatch numbers."""
     from PIL import Image, ImageDraw  # TensorBoard needs this package for pictures, too
 
     schedule = timeline.schedule

@@ -173,6 +173,6 @@ def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: S
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, with runs shortened as in `0-3, 7`."""
+    """Text for ascending numbers, in which runs of consecutive numbers are shortened, as in `0-3, 7`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

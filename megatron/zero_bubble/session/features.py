@@ -126,7 +126,7 @@ INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 
 def check_post_validation(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that post-validation does not support; the message says why."""
+    """Raise `ValueError` for a flag that post-validation does not support; the message has the reason."""
     if not flags.zero_bubble_post_validation:
         return
     refuse_with_features(flags, [Feature.POST_VALIDATION])

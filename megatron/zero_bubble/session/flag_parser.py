@@ -85,7 +85,7 @@ def title_of(group: type) -> str:
 
 
 def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[Field[Any]]) -> None:
-    """Add a flag to the parser's `section` for each field in `entries`, the fields of the dataclass `group`."""
+    """For each of `entries`, which are fields of the dataclass `group`, add a flag to a parser's `section`."""
     hints = get_type_hints(group)
     for entry in entries:
         _add(section, entry, hints[entry.name])

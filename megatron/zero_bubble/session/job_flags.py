@@ -157,13 +157,13 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
             raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
 
     def peak_of_megatron(self, *, is_interleaved: bool) -> MemoryLimit:
-        """The memory limit that equals the peak of megatron-core's own schedule, interleaved or not."""
+        """The memory limit that equals the peak memory of megatron-core's own schedule, 1F1B or interleaved 1F1B."""
         size = self.microbatch_group_size_per_virtual_pipeline_stage
         return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
     def averages_experts_over_microbatches(self) -> bool:
-        """Whether an auxiliary loss of experts averages over microbatches, so that the order of forwards changes it."""
+        """Whether the experts have an auxiliary loss over several microbatches, which depends on their order."""
         return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
 
     @property

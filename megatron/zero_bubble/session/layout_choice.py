@@ -83,7 +83,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Predicted time of megatron-core's schedule on Megatron's layout; None if that is chosen or does not fit."""
+        """Time of megatron-core's schedule on Megatron's layout; None if that layout is chosen or does not fit."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -251,7 +251,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """The candidate placements; only one if the flags set the number of chunks, unless `frees_layout` is set."""
+    """The candidate placements; only one if the flags set the number of chunks and `frees_layout` is False."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of one rank; those of experts are separate, because fewer ranks hold the same expert."""
+    """Parameter counts of one rank. Experts are counted separately, because fewer ranks hold a copy of each expert."""
 
     dense: int
     expert: int
@@ -48,7 +48,7 @@ class States:
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
-        """Compute the bytes from flags, the attributes of `args`; `zero_stage` overrides the ZeRO stage of the flags.
+        """Compute the bytes from the flags in `args`; the argument `zero_stage` overrides the ZeRO stage of the flags.
 
         `args` may lack flags that are newer than Megatron-LM 0.9, and flags that only the trainer has.
         """

@@ -1,4 +1,4 @@
-"""Chooses the layout of a new job: rank 0 plans layouts, and on CPUs all ranks run the best layouts for a test."""
+"""Chooses the layout of a new job: rank 0 plans layouts, and on CPUs all ranks test the best layouts in short runs."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
 
     Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
     than in training. All measured times are therefore scaled so that the last plan, on Megatron's split, keeps its
-    predicted time. The predicted time of a layout that was not rehearsed is multiplied by the slowdown of a rehearsed
-    layout: with vocabulary shards if the layout has shards, otherwise without.
+    predicted time. The rehearsal yields one slowdown for layouts with vocabulary shards and one for layouts without;
+    the predicted times of layouts that were not rehearsed are multiplied by these slowdowns.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]

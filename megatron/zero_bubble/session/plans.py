@@ -75,7 +75,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 
 
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
-    """Number of microbatches that a rank runs on one chunk before it turns to the next; None if the planner may choose.
+    """Number of microbatches that a rank runs on one chunk before the next chunk; None if the planner may choose.
 
     With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
     the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps

@@ -38,8 +38,8 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     stage also has the output. A profile of two stages does not determine the costs of the embedding; the costs of the
     embedding are then zero. If the stages do not determine the costs of each kind of layer, all layers get the same
     costs. Costs are never negative. The field `state` of the costs is zero, because a profile records no model states.
-    Without recomputation in the profile, R of a layer is assumed to take the time of F. Without recomputation in the
-    profile, R is also assumed to restore all activations that F stores, except the layer's input.
+    If the profile has no recomputation, R of a layer is assumed to take the time of F and to restore all activations
+    that F stores, except the layer's input.
 
     Args:
         kinds: for each layer, the index of its kind, from 0; by default all layers are of one kind.

@@ -38,8 +38,7 @@ def planning_options(
     """The `PlanningOptions` of the job; None if the job neither measures costs nor plans from a profile.
 
     Args:
-        knows_costs: whether the layout is chosen from the costs of layers. In this case, the first plan is made from
-            the same costs.
+        knows_costs: whether the layout and the first plan are chosen from the costs of layers.
         profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if the profile's layout
             differs from the job's layout.
 

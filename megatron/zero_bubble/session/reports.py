@@ -98,7 +98,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """The times of embedding, output and each kind of layer. Layers of a kind have the same costs and symbol."""
+    """The times of embedding, output and each kind of layer. All layers of one kind have equal costs and symbols."""
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"
@@ -250,7 +250,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return the measured and predicted idle shares, by their tags in TensorBoard and W&B, without unknown shares."""
+    """Return the known idle shares, measured and predicted, by their tags in TensorBoard and W&B."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

@@ -57,7 +57,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The job's forward-backward function, which runs the schedules and, with some flags, measures costs and replans.
+    """The job's forward-backward function, which runs the schedules and, if asked to, measures costs and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -177,7 +177,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The `PostValidation` of an optimizer; None if no flag asks for post-validation, or with one pipeline rank.
+    """The `PostValidation` of an optimizer; None if no flag asks for it, or if the pipeline has one rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.

@@ -52,8 +52,7 @@ class Session:
     groups exist. The training loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and
     `start` when model and optimizer are built and loaded. In every iteration the training loop calls `forward_backward`
     and `after_iteration`. The training loop calls `settle` before code outside a training step reads parameters, and
-    `close` at the end. As a context manager, a session undoes its changes to other modules on exit, also after an
-    error.
+    `close` at the end. As a context manager, a session undoes its patches on exit, also after an error.
 
     Args:
         job: the checked settings. If the settings leave the layout open, the training loop calls `choose_layout`,
@@ -68,7 +67,8 @@ class Session:
         store: keeps the weight gradients that B defers; None under megatron-core's own schedule.
         post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
         replicas: averages parameters under hierarchical SGD, and measures how long replicas wait; set by `start`.
-        run: forward-backward function of a step or an evaluation, set by `start`; without a plan, megatron-core's.
+        run: forward-backward function, set by `start`; megatron-core's own function if there is no zero-bubble
+            schedule.
         forward_backward_func: the function `run` if `run` runs a zero-bubble schedule; otherwise None.
     """
 
@@ -137,7 +137,7 @@ class Session:
 
         Args:
             costs: the result of `unit_costs`.
-            restrictions: flags, by name, that override the job's flags during the choice.
+            restrictions: flags, as keyword arguments, that override the job's flags during the choice.
 
         Returns:
             Names and values of the flags that fix the layout.
@@ -193,7 +193,7 @@ class Session:
             refuse_unpaired(config, model_class)
 
     def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
-        """A context for building a chunk; if each layer has its own seed, the layer draws its weights from this seed.
+        """A context for building a chunk: each layer draws weights from its own seed if the flags ask for it.
 
         Args:
             first_layer: number of layers in earlier stages if every chunk numbers its layers from 1; otherwise 0.
@@ -265,7 +265,7 @@ class Session:
             self._watchdog = open_watchdog(flags, run, self._program)
 
     def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:
-        """Return the function that runs the schedules of a run which begins after `iteration`."""
+        """Return the forward-backward function of a run that begins after `iteration`."""
         assert self.store is not None
         return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
 
@@ -304,7 +304,7 @@ class Session:
         self.replicas.average_all(iteration, with_states=with_states)
 
     def close(self) -> None:
-        """Close the watchdog and the channels between stages, and undo all changes; a second call has no effect."""
+        """Close the watchdog and the channels between stages, and undo all patches; a second call has no effect."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

@@ -30,7 +30,7 @@ class JobSettings:
     """The checked settings of a job's pipeline.
 
     Attributes:
-        flags: the given flags, with the layout that megatron-core needs for the partition.
+        flags: the given flags, with the value of `--pipeline-model-parallel-layout` that the partition needs.
         plan: the `RunSchedules` that makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
         partition: the number of layers of every stage, in model order.

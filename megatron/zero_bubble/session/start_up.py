@@ -42,7 +42,7 @@ class _LostRankError(SessionError):
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a check's `ValueError` into a `SessionError`, so that it differs from a `ValueError` of the user's code."""
+    """Turn a check's `ValueError` into a `SessionError`, to distinguish it from a `ValueError` in user code."""
     try:
         yield
     except SessionError:
@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Show each megatron-core warning only once that every rank, or every split of a dataset, would repeat.
+    """Show megatron-core's warnings only once if every rank, or every split of a dataset, would repeat the warnings.
 
     If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
@@ -146,7 +146,8 @@ def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, so that the summary of torchrun shows the reason.
 
     torchrun reports the failure with the earliest time, in whole seconds, as the cause; the ends of other ranks also
-    count as failures. The error file therefore contains a time one second before the error.
+    count as failures. The error file contains a time one second before the error, so that torchrun reports this error
+    as the cause.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
@@ -155,7 +156,7 @@ def _tell_torchrun(reason: str) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, because a normal exit, for which torchrun waits, takes seconds on few cores."""
+    """End this process at once, because torchrun would wait for a normal exit, which takes seconds on few cores."""
     sys.stdout.flush()
     end_children()
     os._exit(status)

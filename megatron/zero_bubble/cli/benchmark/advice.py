@@ -15,13 +15,13 @@ _MIB = 2**20
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
     """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
 
-    In each round, the benchmark trains once under every schedule; a speedup is a median, over the rounds, of the ratio
-    of two speeds in the same round. A schedule other than megatron-core's 1F1B is recommended only if the 95%
-    confidence interval of its speedup over 1F1B lies above 1. The text also names the schedules that are not
+    In each round, the benchmark trains once under every schedule; a speedup is the median over the rounds of the ratio
+    of two schedules' speeds in the same round. A schedule other than megatron-core's 1F1B is recommended only if the
+    95% confidence interval of its speedup over 1F1B lies above 1. The text also names the schedules that are not
     significantly slower than the fastest schedule.
 
     Args:
-        results: one result for each schedule, megatron-core's 1F1B first.
+        results: one result for each schedule; the first result is that of megatron-core's 1F1B.
         iterations: number of iterations that the benchmark measures in each training.
     """
     best = max(results, key=lambda result: result.ratio)

@@ -1,6 +1,6 @@
 """Runs the trainings of `zero-bubble benchmark` in rounds: in each round, one training under every schedule.
 
-If other programs use the machine meanwhile, they slow down all schedules about equally.
+Rounds spread the load of other programs on the machine about equally over all schedules.
 """
 
 from __future__ import annotations

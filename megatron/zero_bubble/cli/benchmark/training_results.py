@@ -165,7 +165,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
     of a training shows with seven digits.
 
     Args:
-        results: one result for each schedule, the baseline first.
+        results: one result for each schedule; the first result is that of the baseline.
     """
     baseline, *others = results
     expected = dict(baseline.turns[-1].losses)

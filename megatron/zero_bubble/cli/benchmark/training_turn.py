@@ -121,7 +121,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Set the event `late` and kill process `launcher` unless the event `over` is set within `timeout` seconds."""
+    """Set the event `late` and end the process with ID `launcher`, unless `over` is set within `timeout` seconds."""
     if not over.wait(timeout):
         late.set()
         # torchrun ends its ranks after SIGTERM; after SIGKILL, its ranks would keep running.

@@ -1,7 +1,7 @@
 """Runs gloo's collectives on copies of GPU tensors in pinned host memory, and copies the results back to the GPU.
 
 Depending on torch's version, only some of gloo's collectives support GPU tensors. NCCL may refuse to connect ranks that
-share one device; `zero-bubble check` then runs megatron-core with gloo as the communication backend.
+share one device; `zero-bubble check` therefore also runs megatron-core over gloo.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StagedWork:
 def stage_collectives(device_type: str) -> Callable[[], None]:
     """Let all collectives run on host copies of `device_type` tensors; return a function that undoes the change.
 
-    Tests on machines without a GPU use the device type `cpu`.
+    On a machine without a GPU, the device type `cpu` makes it possible to test this module.
     """
     # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}

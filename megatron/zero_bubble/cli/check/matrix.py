@@ -140,9 +140,9 @@ def names(transformer_impl: str = "local") -> tuple[str, ...]:
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the trainings in `names`, and the trainings of the same layouts under megatron-core's schedule.
+    """Return the trainings named in `names`, and those of the same layouts under megatron-core's schedule.
 
-    Without `names`, all trainings are returned.
+    If `names` is empty, the function returns all trainings.
     """
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [

@@ -73,7 +73,10 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A middle stage built twice, with a split and with a fused backward; construct it within `one_process`."""
+    """A middle stage of a pipeline, built once with a split backward and once with a fused backward.
+
+    A `MiddleStage` must be created within `one_process`.
+    """
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -86,8 +89,8 @@ class MiddleStage:
     def profile(self, rounds: int) -> StageProfile:
         """Measure the times of operations with a split and with a fused backward, and the memory of operations.
 
-        Steps with a split backward and steps with a fused backward alternate for `rounds` measured rounds. Before the
-        measured rounds, one round runs unmeasured.
+        In each of `rounds` measured rounds, a step with a split backward and a step with a fused backward run. Before
+        the measured rounds, one round runs unmeasured.
         """
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}

@@ -135,7 +135,7 @@ class EstimatedJob:
         return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
-        """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
+        """Return the bytes that each pipeline rank sends to its data-parallel replicas in an iteration."""
         a_parameter = self.states.sent_a_parameter(self.replicas, self.flags.most_microbatches)
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 

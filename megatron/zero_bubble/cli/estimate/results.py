@@ -1,4 +1,4 @@
-"""Estimates a job's schedules and layout; if no schedule fits in memory, also other layouts and recomputation."""
+"""Estimates a job's schedules and layout, and also other layouts and recomputation if no schedule fits in memory."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Time from one iteration to the next, with gradient reduction and without the optimizer's step."""
+        """Time from one iteration to the next, including gradient reduction but not the optimizer step."""
         return self._time_of(self.timeline)
 
     @property

@@ -101,7 +101,7 @@ class ReplicasFlags(CommandFlags):
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 
     def draw_times(self, num_steps: int) -> list[list[float]]:
-        """Draw random times of all replicas in each step, where a replica that does not straggle takes 1."""
+        """Return random times of all replicas in each step; the time of a replica that does not straggle is 1."""
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):

@@ -1,7 +1,7 @@
 """Answers requests from the playground's page, to draw and plot schedules and to save and open files.
 
-A request contains flags of `zero-bubble schedule`. The command line's own code reads the flags, so that the page shows
-the same numbers and messages as the command. The browser calls `answer`; tests call `answer` without a browser.
+A request contains flags of `zero-bubble schedule`. The page shows the same numbers and messages as the command, because
+the command's own code reads the flags. The browser calls `answer`; tests call `answer` without a browser.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
-    """Return a recorded run's timeline or, if `planned` is set, a simulation of the run with its measured times."""
+    """Return a recorded run's timeline or, if `planned` is set, a simulation of its schedule with measured times."""
     measured, memory = recorded_run(_file_text(file))
     with trace_errors():
         simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # checks the order
@@ -139,7 +139,7 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return an error message, and the flag that the message names or, without a name, most likely concerns."""
+    """Return an error message and a flag: the flag in the message or, without one, the flag to change."""
     message = one_line(error)
     if named := re.match(r"arguments? --([\w-]+):? (.*)", message):
         return {"error": named[2], "flag": named[1]}

@@ -71,7 +71,7 @@ def _curve_limits(recompute: Recompute) -> list[float]:
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
-    """Return the simulation of a schedule for the page: the figures of the command line, and the data to draw."""
+    """Return the simulation of a schedule for the page: the values that the command prints, and data to draw."""
     timeline = figures.timeline
     profile = Profile(timeline.schedule.placement, timeline.costs, 0, {})
     baseline = Prediction(profile, timeline.schedule, recompute, lengths=timeline.lengths)

@@ -63,7 +63,7 @@ class ScheduleFigures:
 
     @property
     def lost(self) -> float:
-        """The bubble and recomputation as a fraction of the schedule's cost, the longest span of a rank."""
+        """Fraction of the schedule's cost (the longest span of a rank) that is bubble or recomputation."""
         costs, placement = self.timeline.costs, self.schedule.placement
         works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
         return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
@@ -219,8 +219,8 @@ _PARTS_OF_F = {
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and cost files with one entry per rank, give the costs of whole ranks, which `stage_costs` splits among the
-    chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
+    Flags, and cost files with one entry per rank, give the costs of whole ranks; `stage_costs` splits these costs among
+    the chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -37,7 +37,7 @@ _PARTS = (0.8, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class _Curve:
-    """A schedule's results under every memory limit that allows a plan; with --dial, for one entry of `WAYS`."""
+    """A schedule's results under every memory limit that allows a plan; with --dial, for one kind of plan (`way`)."""
 
     name: str
     schedule: str

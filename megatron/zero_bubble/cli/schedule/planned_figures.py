@@ -22,7 +22,7 @@ from megatron.zero_bubble.session.flags import flag_name
 def make_schedule(
     flags: ScheduleFlags, name: str, limit: Sequence[float] | None, **options: Any
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` under `limit` (in M_B); return the schedule and the seconds that this took.
+    """Generate the schedule `name` under `limit` (in M_B); return the schedule and its generation time in seconds.
 
     Args:
         limit: memory limit: one number for all ranks, or one number for each rank.
@@ -84,7 +84,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
     """Return the schedule that --schedule or --input names, and the seconds that its generation took.
 
     Args:
-        options: further fields of the `PlanRequest` from which --schedule is planned; unused with --input.
+        options: further fields of the `PlanRequest` for the schedule of --schedule; unused with --input.
     """
     if flags.input is not None:
         with reading("--input", flags.input):
@@ -107,7 +107,7 @@ def figures_of_all(
 
     Args:
         limit: memory limit in M_B: one number for all ranks, or one number for each rank.
-        leaves_out_slow: whether to skip schedules that are slow to generate; unused if schedules are `chosen`.
+        leaves_out_slow: whether to skip schedules that are slow to generate; has no effect if `chosen` names schedules.
 
     Raises:
         ScheduleError: a schedule that was chosen by name is not possible, or no schedule is possible.
