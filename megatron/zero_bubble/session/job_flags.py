@@ -179,7 +179,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """The layers of a `HybridModel`; None for another model."""
+        """The layer pattern of a `HybridModel`; None for another model."""
         return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property

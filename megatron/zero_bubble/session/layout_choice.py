@@ -170,9 +170,10 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that a saved job chose; `saved` contains the arguments in the job's checkpoint.
 
-    `saved_choice` returns None if the saved job chose no layout. `saved_choice` also returns None if the number of
-    pipeline ranks, the layers or Megatron's recomputation flags of the saved job differ from `flags`, or if `flags` ask
-    for another layout. With FSDP2, `saved_choice` returns None for a layout with recomputation or vocabulary shards.
+    `saved_choice` returns None if the saved job chose no layout. `saved_choice` also returns None if the saved job
+    differs from `flags` in the number of pipeline ranks, in the layers or in Megatron's recomputation flags, or if
+    `flags` ask for another layout. With FSDP2, `saved_choice` returns None for a layout with recomputation or
+    vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)

@@ -19,7 +19,7 @@ def flags_of_layout(
 
     Args:
         num_further_tokens: the job's number of multi-token prediction layers.
-        pattern: the layers, if the model is a `HybridModel`.
+        pattern: the layer pattern of a `HybridModel`; None for another model.
     """
     if pattern is None:
         where = {"pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens)}
@@ -83,7 +83,7 @@ def layers_words(layout: Layout, pattern: HybridPattern | None = None) -> str:
     """The layers of every stage in model order; `4x3` means three stages of four layers each.
 
     Args:
-        pattern: the layers of a `HybridModel`, which the text then shows as symbols.
+        pattern: the layer pattern of a `HybridModel`; if given, the text shows the symbols of the layers.
     """
     if pattern is not None:
         return " | ".join(pattern.divided(layout.partition).stages)

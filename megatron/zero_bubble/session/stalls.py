@@ -22,7 +22,7 @@ _SHARE = 0.9
 
 
 def stall_timeout(flags: JobFlags) -> float:
-    """Seconds that a rank may spend at one operation before the pipeline counts as hung; 0 for no limit."""
+    """Seconds that a rank may spend in one operation before the pipeline counts as hung; 0 for no limit."""
     given: float | None = flags.zero_bubble_timeout
     return _SHARE * 60.0 * flags.distributed_timeout_minutes if given is None else given
 

@@ -1,4 +1,4 @@
-"""The results of `zero-bubble benchmark` as figures and a table."""
+"""The results of `zero-bubble benchmark`, as numbers and as a table."""
 
 from __future__ import annotations
 

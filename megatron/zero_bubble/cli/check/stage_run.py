@@ -150,7 +150,7 @@ def make_stage(
 
 
 def _batches(args: Arguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return the batches of one step, which are the same on every rank."""
+    """Return the batches of one step; every rank gets the same batches."""
     shape = (args.micro_batch_size, args.seq_length)
     generator = torch.Generator().manual_seed(args.seed)
     assert args.vocab_size is not None

@@ -140,7 +140,7 @@ def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Return notes of one line each that explain the figures of the estimate."""
+    """Return one-line notes that explain the numbers of the estimate."""
     job = results.job
     lines = [*_on_layouts(results), *_remedies(results)]
     lines += [_limit(each, each.limit) for each in results.estimates if each.limit is not None]

@@ -58,7 +58,7 @@ class ScheduleFigures:
 
     @property
     def gain(self) -> float:
-        """Fraction by which post-validation makes iterations faster."""
+        """Relative increase in the speed of iterations through post-validation."""
         return float(self.without_post_validation / self.iteration_time - 1)
 
     @property

@@ -129,7 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences about the fastest plan, about plans in less memory, and about curves that lack costs."""
+    """Yield sentences about the fastest plan, about plans that need less memory, and about curves that lack costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

@@ -25,7 +25,7 @@ def make_schedule(
     """Generate the schedule `name` under `limit` (in M_B); return the schedule and its generation time in seconds.
 
     Args:
-        limit: memory limit: one number for all ranks, or one number for each rank.
+        limit: the memory limit, as one number for all ranks or one number for each rank.
         options: further fields of the `PlanRequest`.
     """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
@@ -106,7 +106,7 @@ def figures_of_all(
     """Return the figures of the schedules named in `chosen` or, if `chosen` is None, of all possible schedules.
 
     Args:
-        limit: memory limit in M_B: one number for all ranks, or one number for each rank.
+        limit: the memory limit in M_B, as one number for all ranks or one number for each rank.
         leaves_out_slow: whether to skip schedules that are slow to generate; has no effect if `chosen` names schedules.
 
     Raises:
