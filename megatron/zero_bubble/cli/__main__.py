@@ -1,4 +1,4 @@
-"""Runs the command `zero-bubble`, also as `python -m megatron.zero_bubble.cli` if the package is not installed."""
+"""Entry point of the command `zero-bubble`. Without an installation, use `python -m megatron.zero_bubble.cli`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names; return the command's exit status, or 130 after Ctrl-C."""
+    """Run the subcommand that the first command-line word names; return its exit status, or 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(_HELP, end="", file=sys.stderr)

@@ -55,7 +55,7 @@ MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
 def check(flags: CheckFlags, scratch: Path) -> Findings:
-    """Run every part of the check that the flags ask for, even after another part has failed.
+    """Run every part of the check that the flags ask for, even if an earlier part fails.
 
     Args:
         scratch: a folder for temporary files.

@@ -29,10 +29,11 @@ class FollowingFlags:
 
 
 def run_command(prog: str, body: Callable[[], bool | None]) -> int:
-    """Run the command `body`; an error of the command is printed as one line that begins with `prog`.
+    """Call the function `body` of a command, and print an error as one line that begins with the program name `prog`.
 
     Returns:
-        The exit status: 2 for a user's mistake, 1 if something failed or `body` returns False, 130 after Ctrl-C.
+        The exit status: 0 after success, 1 after a failure or if `body` returns False, 2 after a user's mistake, 130
+        after Ctrl-C.
     """
     try:
         return 1 if body() is False else 0
@@ -54,7 +55,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
     """Parse a command's flags into the frozen dataclass `arguments`.
 
     Args:
-        arguments: a dataclass whose fields are flags; each base class that adds fields is a group of `--help`.
+        arguments: a dataclass whose fields are flags; `--help` groups the flags by the class that defines them.
         prog: the name of the command, printed in the usage.
         description: the text that `--help` prints.
         has_help: whether `--help` prints the help and exits; otherwise `--help` is an unknown flag.
@@ -83,11 +84,11 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Add the names of the flag and of the file to the error if the `with` block fails to read the file.
+    """If the `with` block fails to read a file, add the names of the flag and of the file to the error message.
 
     Args:
         name: the flag, such as `--costs`.
-        path: the file that the flag gives.
+        path: the file that the user gave with the flag.
 
     Raises:
         ScheduleError: the file cannot be read, or has no text of the expected format; the message is one line.
@@ -101,7 +102,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Group the flags of `arguments` by the title of the class that adds them; the command's own flags come first."""
+    """Group the flags of `arguments` by the title of the class that defines them; the class's own flags come first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:
@@ -130,7 +131,7 @@ _SMALLEST, _LARGEST = 1e-20, 1e20
 def numbers(
     at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
 ) -> Callable[[str], tuple[float, ...]]:
-    """Return a parser of a number or a comma-separated list of numbers, all within the bounds."""
+    """Return a function that parses a comma-separated list of numbers and refuses numbers outside given bounds."""
 
     def parse(text: str) -> tuple[float, ...]:
         values = tuple(_parsed_number(word) for word in text.split(","))
@@ -147,7 +148,7 @@ def numbers(
 
 
 def one_number(**bounds: float) -> Callable[[str], float]:
-    """Return a parser of one number within the bounds, which `numbers` describes."""
+    """Return a function that parses a single number and checks `bounds`, which are keyword arguments of `numbers`."""
 
     def parse(word: str) -> float:
         value, *more = numbers(**bounds)(word)

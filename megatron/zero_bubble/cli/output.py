@@ -45,7 +45,7 @@ def _print(text: str) -> None:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction as a percentage with two decimals; rounding errors below zero are written as 0.00%."""
+    """Return a fraction as a percentage with two decimals; tiny negative fractions are written as 0.00%."""
     return f"{round(100 * float(fraction), 2) + 0.0:.2f}%"
 
 

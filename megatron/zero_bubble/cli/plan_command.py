@@ -128,7 +128,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """Return the candidate placements, including `usual`, that --placement and --num-chunks allow."""
+        """Return all placements that --placement and --num-chunks allow; one candidate is the placement `usual`."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -175,7 +175,7 @@ def _run(argv: list[str]) -> None:
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the `PlanRequest` of the flags; its layout for comparison is --own-layers or Megatron's split.
+    """Return the `PlanRequest` that the flags describe; its reference layout is --own-layers or Megatron's split.
 
     Raises:
         ValueError: the file of costs cannot be read, or the layers do not divide as the flags demand.

@@ -83,7 +83,7 @@ class PlaygroundServer(ThreadingHTTPServer):
 
     Args:
         folder: the folder that is served.
-        port: the port; 0 takes a free port.
+        port: the TCP port; with 0, the operating system chooses a free port.
 
     Raises:
         ValueError: the port is in use, or this user may not open it.

@@ -26,7 +26,7 @@ COSTS_OF_FLAGS = tuple(
 
 @dataclass(frozen=True)
 class CommandFlags:
-    """Base class of a command's flags; in `__post_init__` a subclass refuses flags that contradict each other."""
+    """Base class of a command's flags; a subclass refuses contradictory flags in its method `__post_init__`."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` with a message of one line if the flags contradict each other."""
@@ -48,7 +48,7 @@ class ResultFlags(FileFlags):
     """Whether the command draws a picture if the suffix of --output is an image format."""
 
     def deliver(self, document: Any, text: str) -> None:
-        """Print or write `document` as JSON if --json is given, otherwise `text`."""
+        """Print or write `document` as JSON if --json is given; otherwise, print or write `text`."""
         deliver(to_json(document) if self.json else text, self.output)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class SizeFlags(CommandFlags):
 
 
 def time_flag(what: str, default: str = "1") -> Any:
-    """Return the flag for the time of F, B or W; `what` describes the operation."""
+    """Return the flag for the time of F, B or W; `what` describes the operation in the help text."""
     return flag(f"time of {what} of a microbatch (default: {default})", parse=numbers(above=0), metavar="T")
 
 
@@ -90,7 +90,7 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag --host-bandwidth; its help text names the flag `of`, which --host-bandwidth requires."""
+    """Return the flag --host-bandwidth; the parameter `of` names the flag with which --host-bandwidth has an effect."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
         "this speed instead of a measurement",

@@ -30,7 +30,7 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether to check the packages, devices and permissions of this machine, too.
+        for_this_machine: whether to check this machine's packages, devices and permissions as well.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
@@ -54,7 +54,7 @@ def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_
 
 
 def failure_reason(log: str) -> str | None:
-    """Return the first error message in a training's log or, without a message, the first exception's line, if any."""
+    """Return the first error message in a training's log or, without a message, the line of the first exception."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:
@@ -97,7 +97,7 @@ def rank_model(
     """Build the model chunks of one pipeline rank as training does; call this function within `one_process`.
 
     The pipeline size is the number of ranks of `placement`, not the size in `args`. Tied embeddings are not supported,
-    because building them needs the other ranks. Without a `store`, the backward is not split into B and W.
+    because building them needs the other ranks. If `store` is None, the backward is not split into B and W.
     """
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.model import build_model, transformer_config

@@ -1,1 +1,1 @@
-"""Turns a job's flags into a running plan; the trainer and the launcher both use this package."""
+"""Turns a job's flags into the schedules and objects that run the job, for the trainer and for the launcher."""

@@ -86,11 +86,11 @@ def _window(flags: AliasFlags) -> list[int] | None:
 
 
 def check_window(first: int, last: int, flag: str) -> None:
-    """Raise `ValueError` unless `first` to `last` is a range of iterations, counted from 1, or 0 to 0 (no profile)."""
+    """Raise `ValueError` unless `first` and `last` are a range of iterations, or both 0 for no profile."""
     if not (1 <= first <= last or first == last == 0):
         raise ValueError(f"{flag} {first} {last}: give the first and the last iteration, counted from 1, or 0 0")
 
 
 def pending_backwards(limit: str) -> str | None:
-    """The value of `--zero-bubble-max-pending-backward` if this flag has set the memory limit, else None."""
+    """The value of `--zero-bubble-max-pending-backward` if this flag set the memory limit `limit`; otherwise None."""
     return limit.removesuffix(_FORWARDS) if limit.endswith(_FORWARDS) else None

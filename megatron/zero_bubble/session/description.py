@@ -1,4 +1,4 @@
-"""Prints a job's start-up lines: numbers of parameters, deferred gradients, schedule, and each stage's host."""
+"""Prints a job's start-up lines: the parameters, the deferred weight gradients, the schedule and the hosts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from megatron.zero_bubble.session.settings import JobSettings
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     """Print the start-up lines of the job on rank 0; a collective call.
 
-    The lines state the number of parameters, the deferred weight gradients, the schedule and the hosts.
+    The lines state the number of parameters, the share of deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: on all ranks, if the weight gradient of a linear layer cannot be deferred to W and
-            `--zero-bubble-no-strict` is not given, or if the weight gradient of any module cannot be deferred to W and
-            `--zero-bubble-strict` is given.
+        ValueError: W cannot compute the weight gradient of a linear layer (allowed with `--zero-bubble-no-strict`) or
+            of another module (refused only with `--zero-bubble-strict`). All ranks raise the error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))
@@ -57,7 +56,10 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Return module whose weight gradient stays in B -> the module's largest share of the parameters of a rank."""
+    """Return the share of a rank's parameters in each module whose weight gradient stays in B, by the module's name.
+
+    If the share of a module differs between ranks, the function returns the largest share.
+    """
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:
@@ -80,6 +82,6 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
 
 
 def _gather(gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """Gather the gradient counts of every (tensor-parallel rank, pipeline rank) on all ranks; a collective call."""
+    """Gather the gradient counts of all tensor-parallel and pipeline ranks on every rank; a collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     return dict(sorted(from_all_ranks((rank, gradients)), key=lambda entry: entry[0]))

@@ -28,7 +28,7 @@ _CLOCK_ROUNDS = 9
 
 
 class TimelineWriter:
-    """Records the operations of some iterations; global rank 0 draws the timeline of its own pipeline.
+    """Records the operations of iterations `first` to `last`; global rank 0 draws the timeline of its own pipeline.
 
     Args:
         folder: the folder for the files, which is created if it is missing.
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Draw `iteration` if it is between `first` and `last`; a collective call of the pipeline of global rank 0."""
+        """Draw the timeline if `first` <= `iteration` <= `last`; a collective call of global rank 0's pipeline."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -68,7 +68,7 @@ class TimelineWriter:
 
 
 def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """The `TimelineWriter` of a job that begins after `iteration`; None without `--zero-bubble-timeline`."""
+    """The `TimelineWriter` of a job that continues after `iteration`; None without `--zero-bubble-timeline`."""
     if flags.zero_bubble_timeline is None:
         return None
     window = profile_window(flags)
@@ -78,7 +78,7 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 
 
 def clock_offset(group: dist.ProcessGroup) -> float:
-    """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
+    """Seconds by which this rank's clock is ahead of the clock of the first rank in `group`; a collective call.
 
     The result is the median over several barriers, which all ranks leave at nearly the same moment.
     """
@@ -126,7 +126,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """Return TensorBoard tag of each cause of idle time -> the cause's share of the time of all ranks."""
+    """Return the share of each cause of idle time in the time of all ranks, by the cause's TensorBoard tag."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole
@@ -135,7 +135,7 @@ def cause_scalars(timeline: Timeline) -> dict[str, float]:
 
 
 def plan_picture(timeline: Timeline) -> np.ndarray:
-    """A picture [height, width, 3] of the operations of every rank over time, numbered by their microbatches."""
+    """An image array [height, width, 3] of every rank's operations over time, with their microbatch numbers."""
     from PIL import Image, ImageDraw  # TensorBoard needs this package for pictures, too
 
     schedule = timeline.schedule

@@ -45,7 +45,7 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
 
 
 def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
-    """A note that ranks on a host without GPUs share processor cores; None if there is a core for each rank.
+    """A note that the ranks on a host without GPUs share processor cores; None if each rank has a core of its own.
 
     Args:
         environment: the environment variables, with torchrun's `LOCAL_WORLD_SIZE`.
@@ -95,7 +95,7 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
-    """Raise `ValueError` if `world_size`, set by `source`, is not a multiple of the number of ranks of a replica."""
+    """Raise `ValueError` unless `world_size` is a multiple of the ranks per replica; the message names `source`."""
     ranks, context = flags.ranks_of_replica, flags.context_parallel_size
     if world_size % ranks:
         sizes = f"--tensor-model-parallel-size {flags.tensor_model_parallel_size}"
@@ -133,7 +133,7 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
 
 
 def environment_warnings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> list[str]:
-    """Warnings about settings that work but cost time, one line each."""
+    """Warnings of one line each about environment variables that slow down a pipeline."""
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
     warnings = []
@@ -157,7 +157,7 @@ def environment_warnings(flags: JobFlags, environment: Mapping[str, str], has_cu
 
 
 def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """A line for each host, with the stages and ranks of the host, in the order of global ranks.
+    """For each host, a line that names the stages and the global ranks of the host.
 
     Args:
         pipeline_ranks: the pipeline rank of each global rank.
@@ -173,6 +173,6 @@ def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: S
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, with runs shortened as in `0-3, 7`."""
+    """Text for ascending numbers, in which runs of consecutive numbers are shortened, as in `0-3, 7`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -50,7 +50,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
 
 
 def _example(replicas: int) -> str:
-    """An example of a valid value of `--hierarchical-sgd` for `replicas` replicas."""
+    """An example of a value of `--hierarchical-sgd` that is valid for a job with `replicas` replicas."""
     sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
     levels = [sizes[0]]
     for size in sizes[1:]:
@@ -126,7 +126,7 @@ INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 
 def check_post_validation(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that post-validation does not support; the message names flag and reason."""
+    """Raise `ValueError` for a flag that post-validation does not support; the message has the reason."""
     if not flags.zero_bubble_post_validation:
         return
     refuse_with_features(flags, [Feature.POST_VALIDATION])
@@ -135,7 +135,7 @@ def check_post_validation(flags: JobFlags) -> None:
 
 
 def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
-    """A log line with the gain from post-validation, simulated for the plan's schedule with F = B = W."""
+    """A log line with the speedup from post-validation, simulated for the plan's schedule with F = B = W."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
@@ -149,7 +149,7 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """The reason why the optimizer step of the first stage needs a result of the last stage; None without such a need.
+    """Why the optimizer step of the first stage needs a result of the last stage; None if it needs no such result.
 
     Iterations cannot overlap if the first stage waits for the last stage.
     """
@@ -177,7 +177,7 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
 
 
 def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
-    """Check that the vocabulary divides into as many shards as there are ranks, if the flags ask for shards.
+    """If the flags ask for vocabulary shards, check that the vocabulary divides evenly among the ranks.
 
     Raises:
         ValueError: the vocabulary does not divide into shards; the message names a value of
@@ -189,7 +189,7 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
 
 
 def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
-    """Whether the searched layouts have vocabulary shards; None if layouts with and without shards are compared."""
+    """Whether all layouts in the search have vocabulary shards; None to compare layouts with and without shards."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
     ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size

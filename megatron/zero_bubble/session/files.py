@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Write `text` to `path`. If the write or the machine fails, a regular file keeps its old content.
+    """Write `text` to `path`. If writing fails or the machine crashes, a regular file keeps its old content.
 
     A new file with the same permissions replaces a regular file. If `path` is a symbolic link, `write_file` writes the
     target of the link. A device, a FIFO or an open file of this process (such as `/dev/stdout`) is written in place.

@@ -62,7 +62,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups` anywhere in `argv`; return an instance of `arguments`, and the words not parsed.
+    """Parse the flags of `groups` wherever they are in `argv`; return an instance of `arguments` and the other words.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.
@@ -72,7 +72,7 @@ def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) 
 
 
 def make_parser(groups: Sequence[type], **options: Any) -> FlagParser:
-    """A parser for the flags of the dataclasses `groups`; `options` go to `argparse.ArgumentParser`."""
+    """A parser for the flags of the dataclasses `groups`; `options` are arguments of `argparse.ArgumentParser`."""
     parser = FlagParser(allow_abbrev=False, **options)
     for group in groups:
         add_flags(parser.add_argument_group(title_of(group)), group, fields(group))
@@ -85,7 +85,7 @@ def title_of(group: type) -> str:
 
 
 def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[Field[Any]]) -> None:
-    """Add the fields `entries` of the dataclass `group` to a section of a parser."""
+    """For each of `entries`, which are fields of the dataclass `group`, add a flag to a parser's `section`."""
     hints = get_type_hints(group)
     for entry in entries:
         _add(section, entry, hints[entry.name])

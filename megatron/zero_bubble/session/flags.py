@@ -178,10 +178,10 @@ def flag_name(name: str) -> str:
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse zero-bubble flags that are invalid or contradict each other with every model.
+    """Refuse zero-bubble flags that, whatever the model is, are invalid or contradict each other.
 
     Raises:
-        ValueError: a flag is refused; the message names the first such flag.
+        ValueError: a flag is invalid or contradicts another flag; the message names the first such flag.
     """
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
@@ -201,7 +201,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that has no effect, because the flags lack another flag that this flag needs."""
+    """Raise `ValueError` for a flag that has no effect because another flag, which it needs, is not given."""
     rollback = ("zero_bubble_rollback", "zero_bubble_rollback_on_host")
     for entry in fields(ZeroBubbleFlags) if not flags.asks_for_schedule else ():
         if entry.name not in (*rollback, "zero_bubble_seed_by_layer") and getattr(flags, entry.name) != entry.default:
@@ -213,14 +213,14 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """The flag that set the memory limit, with its value, as on the command line; used in error messages."""
+    """Text, for error messages, with the name and the value of the flag that set the memory limit."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"
 
 
 def flags_text(flags: Mapping[str, Any]) -> str:
-    """The text of `flags` for a command line; flags whose value is None are left out."""
+    """The command-line text for the names and values in `flags`; a flag whose value is None is left out."""
     words = []
     for name, value in {flag_name(name): value for name, value in flags.items() if value is not None}.items():
         # A value that begins with - would be read as another flag after a space.

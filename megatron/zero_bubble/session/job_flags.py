@@ -54,7 +54,7 @@ LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """Return flag -> value that turns full recomputation off; empty if full recomputation is already off."""
+    """Return the flags, with values, that turn full recomputation off; empty if full recomputation is already off."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -103,7 +103,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @classmethod
     def of(cls, source: object, **known: Any) -> JobFlags:
-        """Read the flags from attributes of `source`; values in `known` override attributes and defaults."""
+        """Read the flags from attributes of `source`; keyword arguments override attributes and defaults."""
         given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
         return cls(**{**given, "given_model": _model_of(source), **known})
 
@@ -131,7 +131,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def has_own_limit(self) -> bool:
-        """Whether the schedule itself implies a memory limit; other schedules use all memory that the flags allow."""
+        """Whether the schedule defines its own memory limit; other schedules use all memory that the flags allow."""
         entry = ENTRIES.get(self.schedule or "")
         return entry is None or entry.has_own_limit
 
@@ -157,13 +157,13 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
             raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
 
     def peak_of_megatron(self, *, is_interleaved: bool) -> MemoryLimit:
-        """The memory limit that equals the peak of megatron-core's own schedule, interleaved or not."""
+        """The memory limit that equals the peak memory of megatron-core's own schedule, 1F1B or interleaved 1F1B."""
         size = self.microbatch_group_size_per_virtual_pipeline_stage
         return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
     def averages_experts_over_microbatches(self) -> bool:
-        """Whether an auxiliary loss of experts averages over microbatches, and so depends on the order of forwards."""
+        """Whether the experts have an auxiliary loss over several microbatches, which depends on their order."""
         return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
 
     @property
@@ -179,7 +179,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """The layers of a `HybridModel`; None for another model."""
+        """The layer pattern of a `HybridModel`; None for another model."""
         return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property
@@ -208,7 +208,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
 
 def _model_of(source: object) -> dict[str, Setting]:
-    """The flags of `source` on which the costs of a stage depend, with the names and defaults of Megatron-LM."""
+    """The settings in `source` on which the costs of a stage depend, with Megatron-LM's names and defaults."""
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
     for names in (_SWITCHES, *(names for owner, names in _FURTHER.items() if model[owner])):
         model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))

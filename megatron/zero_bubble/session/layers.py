@@ -43,7 +43,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The value of `--pipeline-model-parallel-layout` for which megatron-core builds `partition`; None if not needed.
+    """The `--pipeline-model-parallel-layout` with which megatron-core builds `partition`; None if no layout is needed.
 
     megatron-core expects the multi-token prediction layers on the last rank, but in a V placement the first rank holds
     the last stage.
@@ -55,9 +55,9 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags, with their values, that set the number of layers of stages.
+    """The flags that set how many layers the stages have, each with the flag's value as text.
 
-    Flags that a user may combine have one common entry in the returned list.
+    Flags that a user may combine share one entry in the returned list.
     """
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
@@ -71,7 +71,7 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 
 def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
-    """Return `layers`; raise `ValueError` if the number of stages or the sum of the layers is wrong."""
+    """Return the partition `layers`; raise `ValueError` if its number of stages or its sum of layers is wrong."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -83,14 +83,14 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """Text of a flag that sets the layers of the first or last rank, such as `--flag 3` -> the number of layers."""
+    """The number of layers that a flag sets for the first or last rank, by the flag's text, such as `--flag 3`."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """Partition with given numbers of layers on the first and last rank or, in a V, on the first and last stage."""
+    """The partition if flags set the layers of the first or last rank (in a V placement, first or last stage)."""
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
         chunks, places, noun = 1, placement.num_stages, "stages"
@@ -134,8 +134,10 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
 def spread_layers(
     num_layers: int, num_stages: int, pattern: str | None = None, *, embedding: bool = False, loss: bool = False
 ) -> Partition:
-    """Spread layers evenly over stages; an error message names `--hybrid-layer-pattern` if `pattern` is given, and
-    otherwise `--num-layers`."""
+    """Spread layers evenly over stages.
+
+    An error message names `--hybrid-layer-pattern` if `pattern` is given; otherwise, the message names `--num-layers`.
+    """
     try:
         return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
     except ScheduleError as error:

@@ -49,7 +49,7 @@ class ChosenLayout:
     """A layout that a job adopts.
 
     Attributes:
-        flags: names and values of the flags that fix the layout, and the layout's memory limits.
+        flags: names and values of the flags that fix the layout and the memory limits of the layout.
         request: the `PlanRequest` from which the layout was planned; None if the layout was not planned from costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
@@ -83,7 +83,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Time of megatron-core's schedule on Megatron's layout; None if this layout is chosen or exceeds memory."""
+        """Time of megatron-core's schedule on Megatron's layout; None if that layout is chosen or does not fit."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -100,7 +100,7 @@ def _searches_layouts(flags: JobFlags) -> bool:
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
-    """Megatron's flags that fix partition or chunks; otherwise, `--zero-bubble` chooses partition and chunks.
+    """The Megatron flags that fix the partition or the number of chunks, which `--zero-bubble` chooses otherwise.
 
     The returned list of flags is empty if a flag of zero bubble fixes the layout.
     """
@@ -114,7 +114,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
 
 
 def check_unit_costs_output(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag asks for a file of layer costs in a job whose layout is fixed by flags."""
+    """Raise `ValueError` if the flags ask for a file of layer costs although other flags fix the layout."""
     if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
         given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
         raise ValueError(
@@ -170,9 +170,10 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that a saved job chose; `saved` contains the arguments in the job's checkpoint.
 
-    `saved_choice` returns None if the saved job chose no layout. `saved_choice` also returns None if the number of
-    pipeline ranks, the layers or Megatron's recomputation flags of the saved job differ from `flags`, or if `flags` ask
-    for another layout. With FSDP2, `saved_choice` returns None for a layout with recomputation or vocabulary shards.
+    `saved_choice` returns None if the saved job chose no layout. `saved_choice` also returns None if the saved job
+    differs from `flags` in the number of pipeline ranks, in the layers or in Megatron's recomputation flags, or if
+    `flags` ask for another layout. With FSDP2, `saved_choice` returns None for a layout with recomputation or
+    vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -251,7 +252,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """Placements to choose from: with the flags' number of chunks or, if `frees_layout` is set, with any number."""
+    """The candidate placements; only one if the flags set the number of chunks and `frees_layout` is False."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -261,7 +262,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tu
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """Kinds of recomputation to choose from; only one if flags set the kind or exclude planned recomputation."""
+    """The candidate kinds of recomputation; only one if flags set the kind or exclude planned recomputation."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     is_impossible = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm

@@ -19,7 +19,7 @@ def flags_of_layout(
 
     Args:
         num_further_tokens: the job's number of multi-token prediction layers.
-        pattern: the layers, if the model is a `HybridModel`.
+        pattern: the layer pattern of a `HybridModel`; None for another model.
     """
     if pattern is None:
         where = {"pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens)}
@@ -39,9 +39,9 @@ def flags_of_layout(
 
 
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
-    """(name, plan) for each row of a table of layouts: the chosen layout, the runners-up and Megatron's layout.
+    """The rows of a table of layouts, as (name, plan): the chosen layout, the runners-up and Megatron's layout.
 
-    The name of Megatron's layout begins with `usual`.
+    The name of Megatron's layout begins with the text `usual`.
     """
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
@@ -49,15 +49,15 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """The speedup of the chosen layout over Megatron's split of the layers under each schedule, in words."""
+    """Text with the speedup of the plan `chosen` over each plan in `megatrons`, which are plans of Megatron's split."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
-    """The speeds of plans relative to the last plan, in words: measured in a short test run, and as predicted.
+    """Text with the speed of each plan relative to the last plan: as measured in a short test run, and as predicted.
 
     Args:
-        rehearsed: (plan, milliseconds of a step, corrected by the test run) for each plan.
+        rehearsed: for each plan, the plan and its step time in milliseconds, corrected by the test run.
         usual: the layout of Megatron's flags.
     """
 
@@ -83,7 +83,7 @@ def layers_words(layout: Layout, pattern: HybridPattern | None = None) -> str:
     """The layers of every stage in model order; `4x3` means three stages of four layers each.
 
     Args:
-        pattern: the layers of a `HybridModel`, which the text then shows as symbols.
+        pattern: the layer pattern of a `HybridModel`; if given, the text shows the symbols of the layers.
     """
     if pattern is not None:
         return " | ".join(pattern.divided(layout.partition).stages)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of one rank. Experts are counted separately, because fewer replicas hold each expert."""
+    """Parameter counts of one rank. Experts are counted separately, because fewer ranks hold a copy of each expert."""
 
     dense: int
     expert: int
@@ -28,9 +28,9 @@ class States:
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
     mixed precision a parameter takes 2 bytes; a gradient takes 2 bytes, or 4 if gradients accumulate in fp32. Adam's
-    state of a parameter takes 12 bytes (an fp32 copy and two moments), or less with
-    `--use-precision-aware-optimizer`. SGD has one moment, or none without momentum; other optimizers count as Adam. If
-    a sharded optimizer has several instances, each instance divides the whole state among the ranks of the instance.
+    state of a parameter takes 12 bytes (an fp32 copy and two moments), or less with `--use-precision-aware-optimizer`.
+    SGD has one moment, or none without momentum; other optimizers count as Adam. A sharded optimizer may have several
+    instances (groups of data-parallel ranks); each instance divides the whole state among the ranks of the instance.
     Post-validation with a snapshot on the device keeps the optimizer's state twice.
     """
 
@@ -48,7 +48,7 @@ class States:
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
-        """Read Megatron's and our flags from the attributes of `args`; `zero_stage` replaces the flags' ZeRO stage.
+        """Compute the bytes from the flags in `args`; the argument `zero_stage` overrides the ZeRO stage of the flags.
 
         `args` may lack flags that are newer than Megatron-LM 0.9, and flags that only the trainer has.
         """
@@ -90,11 +90,11 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how often the replicas exchange all gradients, and how often all parameters, in a step.
+        """Return how many times per step the replicas exchange all gradients, and how many times all parameters.
 
-        An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
-        for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced after every microbatch
-        unless `sums_whole_gradients` is set.
+        An all-reduce counts as two exchanges; a reduce-scatter or an all-gather counts as one exchange. ZeRO stage 3
+        gathers parameters for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced
+        after every microbatch unless `sums_whole_gradients` is set.
         """
         reductions = num_microbatches if self.zero_stage >= 2 and not self.sums_whole_gradients else 1
         return [(2, 0), (1, 1), (reductions, 1), (reductions, 2 * num_microbatches)][self.zero_stage]
@@ -111,13 +111,13 @@ class States:
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of a rank's states; each group of `expert_ranks` replicas holds one copy of the experts."""
+        """Return the bytes of a rank's model states; `expert_ranks` replicas together hold one copy of the experts."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def _precision_aware(args: Any) -> int:
-    """Bytes per parameter of the main copy and Adam's moments together, in the data types that the flags set.
+    """Bytes per parameter of the optimizer's main copy plus Adam's two moments, in the data types of the flags.
 
     The fp32 main copy of a bf16 parameter takes only 2 bytes, because the parameter holds the other 2 bytes.
     """

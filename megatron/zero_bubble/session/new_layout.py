@@ -1,4 +1,4 @@
-"""Chooses the layout of a new job: rank 0 plans the layouts, and on CPUs all ranks rehearse the best of them."""
+"""Chooses the layout of a new job: rank 0 plans layouts, and on CPUs all ranks test the best layouts in short runs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def new_choice(
     best layouts with and without vocabulary shards, and Megatron's split. The layout is chosen by the measured times.
 
     Args:
-        costs: the costs of the model's units.
-        units: (units of the model, index of the kind of each layer) for the rehearsal; None to rehearse no layout.
+        costs: the costs of the embedding, of every layer and of the output.
+        units: the models of embedding, layers and output for the rehearsal, and for each layer the index of its kind;
+            None to rehearse no layout.
 
     Raises:
         ValueError: no layout fits in the memory; raised on all ranks.
@@ -100,11 +101,12 @@ def _write(output: str, model: ModelCosts) -> None:
 
 
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
-    """The best plans with and without vocabulary shards, and megatron-core's own schedule on Megatron's split.
+    """The best plans with and without vocabulary shards, and the plan of megatron-core's schedule on Megatron's split.
 
-    If megatron-core's own schedule does not fit, the planned schedule on Megatron's split takes its place. The list of
-    plans is empty if Megatron's split is the chosen layout, or if there is only one plan. The list of plans is also
-    empty if a schedule has pairs of F and B or copies to the host, or if a predicted step is longer than `_LONGEST`.
+    If megatron-core's own schedule does not fit in memory, the planned schedule on Megatron's split replaces it. The
+    list of plans is empty if Megatron's split is the chosen layout, or if there is only one plan. The list of plans is
+    also empty if a schedule has pairs of F and B or copies to the host, or if a predicted step is longer than
+    `_LONGEST`.
     """
     chosen = choice.plan
     rivals = [plan for plan in chosen.others if plan.layout.vocabulary_parallel != chosen.layout.vocabulary_parallel]
@@ -121,8 +123,9 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
     """Choose a plan again after a rehearsal (a test run of some plans), by the measured step `times` in milliseconds.
 
     Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
-    than in training. The last plan, which has Megatron's split, therefore keeps its predicted time. A layout that was
-    not rehearsed gets the slowdown of the rehearsed layout that also has, or also lacks, vocabulary shards.
+    than in training. All measured times are therefore scaled so that the last plan, on Megatron's split, keeps its
+    predicted time. The rehearsal yields one slowdown for layouts with vocabulary shards and one for layouts without;
+    the predicted times of layouts that were not rehearsed are multiplied by these slowdowns.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]
@@ -152,5 +155,5 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
 
 
 def _delayed(plan: Plan, factor: float) -> Plan:
-    """Return `plan` with `factor` times its predicted time, and without the list of other plans."""
+    """Return a copy of `plan` with the predicted time multiplied by `factor`, and without the list of other plans."""
     return replace(plan, slowdown=factor * plan.slowdown, others=())

@@ -75,11 +75,11 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 
 
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
-    """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
+    """Number of microbatches that a rank runs on one chunk before the next chunk; None if the planner may choose.
 
     With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
     the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps
-    megatron-core's order of forwards. By default, megatron-core's group size is the number of ranks.
+    megatron-core's order of forwards. By default, megatron-core's microbatch group size equals the number of ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
@@ -88,7 +88,7 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
 
 
 def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `ValueError` if megatron-core's flag for the group size is too small, or too large for the schedule."""
+    """Raise `ValueError` if the microbatch group size that megatron-core's flag sets is too small or too large."""
     name = "microbatch_group_size_per_virtual_pipeline_stage"
     size, ranks = getattr(flags, name), plan.placement.num_ranks
     if size is None or plan.placement.kind != "interleaved":
@@ -105,7 +105,7 @@ def _draws_in_order(flags: JobFlags) -> bool:
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
-    """A log line about dropout if the memory limit excludes megatron-core's order of forwards; empty otherwise."""
+    """A log line if the memory limit changes the order of forwards and thus dropout; otherwise an empty string."""
     placement, size = schedule.placement, group_size(flags, schedule.placement)
     if placement.kind != "interleaved" or size is None or not _draws_in_order(flags):
         return ""
@@ -190,7 +190,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The limit in M_B for plans of equal stages without measured costs; None if the schedule has its own limit."""
+    """The memory limit in M_B for plans without measured costs; None if the schedule has its own memory limit."""
     limit = flags.memory_limit
     if limit is None:
         return None
@@ -206,11 +206,11 @@ _ASSUMED_EXCHANGE = 0.3
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of stages, for plans without measured costs; None if such plans need no costs.
+    """Default costs of the stages, for plans that are made before a measurement; None if such plans need no costs.
 
-    If the job may run F and B as one operation, the costs include token exchanges between experts, so that plans for
-    the profiled iterations contain such operations. If the job recomputes activations, the costs include the number of
-    blocks that a stage can recompute.
+    If the job may run F and B as one operation, the costs include the all-to-all of experts; the plans for the profiled
+    iterations then contain such operations. If the job recomputes activations, the costs include the number of blocks
+    that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
@@ -224,7 +224,7 @@ def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts
 
 
 def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `Infeasible` if the schedule that the user gave as a file exceeds the memory limit.
+    """Raise `Infeasible` if the schedule from the user's file needs more memory than the memory limit.
 
     A limit in bytes cannot be checked before memory is measured.
     """
@@ -239,7 +239,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return the memory limit `smallest` (in M_B) in the unit of the flag that sets it, as text.
+    """Return text with the memory limit `smallest` (in M_B), converted to the unit of the flag that sets the limit.
 
     The text is like `at least 1.25 times 1F1B's peak` or, for a number of pending backwards, `at least 5`.
     """

@@ -38,8 +38,8 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     stage also has the output. A profile of two stages does not determine the costs of the embedding; the costs of the
     embedding are then zero. If the stages do not determine the costs of each kind of layer, all layers get the same
     costs. Costs are never negative. The field `state` of the costs is zero, because a profile records no model states.
-    Without recomputation in the profile, R of a layer is assumed to take the time of F. R then restores all activations
-    that F keeps except the layer's input.
+    If the profile has no recomputation, R of a layer is assumed to take the time of F and to restore all activations
+    that F stores, except the layer's input.
 
     Args:
         kinds: for each layer, the index of its kind, from 0; by default all layers are of one kind.
@@ -100,7 +100,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """Return the equations with the fewest assumptions among the systems that have exactly one solution."""
+        """Return, of the systems of equations with exactly one solution, the system with the fewest assumptions."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:
@@ -119,13 +119,13 @@ class _Fit(NamedTuple):
             yield cls(told_apart, 0 * first, layers, last)
 
     def solve(self, costs: Sequence[float] | np.ndarray) -> list[float]:
-        """Solve the equations for the stages' `costs`; return the costs of embedding, every layer and output."""
+        """Solve the equations for stage `costs`; return the costs of embedding, of each layer and of the output."""
         embedding, *of_kinds, output = nonnegative_least_squares(
             np.column_stack([self.embedding, self.layers, self.output]), np.asarray(costs, dtype=float)
         ).tolist()
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """Solve for the costs of each layer, given `costs` of the stages without the embedding and the output."""
+        """Return the cost of each layer, from stage `costs` that do not include the embedding and the output."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

@@ -18,7 +18,7 @@ from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
-    """Raise `ValueError` if the memory limit is the free memory of a CUDA device in a job without CUDA devices."""
+    """Raise `ValueError` if the memory limit is a CUDA device's free memory but the job has no CUDA devices."""
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(
@@ -35,15 +35,15 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
 def planning_options(
     flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
 ) -> PlanningOptions | None:
-    """The options with which this job profiles and plans; None if the job neither profiles nor plans.
+    """The `PlanningOptions` of the job; None if the job neither measures costs nor plans from a profile.
 
     Args:
-        knows_costs: whether the layout is chosen from the costs of layers. The first plan is then also made from the
-            costs of layers.
-        profile: the given profile; None without a given profile, or if its layout differs from the job's layout.
+        knows_costs: whether the layout and the first plan are chosen from the costs of layers.
+        profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if the profile's layout
+            differs from the job's layout.
 
     Raises:
-        ValueError: a flag needs measured costs in a job without measurements, or the profile does not fit the job.
+        ValueError: a flag needs measured costs but the job measures no costs, or the profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not knows_costs:
@@ -68,7 +68,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
     """Raise `ValueError` for flags that need measured costs if other flags prevent the measurement.
 
     Args:
-        limit: the memory limit; None if the costs are known without a measurement.
+        limit: the memory limit; None if the limit needs no measurement, because the costs are already known.
     """
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
@@ -93,7 +93,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
 
 
 def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
-    """A warning if a job that begins after `iteration` ends before its profile is complete, else None."""
+    """A warning for a job that continues after `iteration` and ends before its profile is complete; otherwise None."""
     window, steps = profile_window(flags), flags.num_iterations(iteration)
     if window is None or flags.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
         return None
@@ -109,7 +109,7 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
 
 
 def given_profile(flags: JobFlags) -> Profile | None:
-    """The profile from `--zero-bubble-profile-input`, possibly of another layout; None if the flag is not given.
+    """The profile in the file of `--zero-bubble-profile-input`, perhaps of another layout; None without this flag.
 
     Raises:
         ValueError: the profile cannot be read, or was measured with another model.
@@ -132,7 +132,7 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
 
 
 def report_plan(flags: JobFlags, report: Report) -> None:
-    """On rank 0, print a description of a plan, and save the plan's profile if the flags name a file for it."""
+    """On rank 0, print a description of a plan, and write the plan's profile if the flags name an output file."""
     print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:

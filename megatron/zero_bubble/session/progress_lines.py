@@ -12,7 +12,7 @@ SILENT_SECONDS = 2.0
 
 
 class ProgressLines:
-    """Reports progress: calls `say` with a text if the last call of `say` was more than `SILENT_SECONDS` earlier."""
+    """Reports progress through the function `say`, with more than `SILENT_SECONDS` between two calls of `say`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -27,7 +27,7 @@ class ProgressLines:
 
 @contextmanager
 def announced(name: str, num_microbatches: int) -> Iterator[None]:
-    """Print a line if the `with` block, which plans a schedule, takes longer than `SILENT_SECONDS`."""
+    """Context that prints a line if its block, which plans a schedule, takes longer than `SILENT_SECONDS`."""
     line = f" > planning schedule {name} for {num_microbatches} microbatches ..."
     timer = Timer(SILENT_SECONDS, print, [line], {"flush": True})
     timer.daemon = True

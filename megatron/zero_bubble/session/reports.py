@@ -59,7 +59,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """A line with the share of the model's matrix-product weights whose gradient is computed in W."""
+    """A line with the share of weights whose gradient W computes, among all weights of matrix products in the model."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -98,7 +98,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """The times of embedding, output and each kind of layer. Layers of a kind have the same costs and symbol."""
+    """The times of embedding, output and each kind of layer. All layers of one kind have equal costs and symbols."""
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"
@@ -108,7 +108,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """A note that F and B as one operation take `ratio` times as long as F and B one after the other."""
+    """A note that one operation of F and B takes `ratio` times as long as F and B one after the other."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"
@@ -233,8 +233,9 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 def order_fields(times: OrderTimes | None) -> str:
     """Return the gain from planned microbatch orders, as text for the end of a log line; empty without planned orders.
 
-    The gain from planned orders is the simulated time in the order of the data, divided by the simulated time in the
-    planned order. Planning counts as hidden if the step waits at most a millisecond for its planned order.
+    The gain is the simulated step time with microbatches in the order of the data, divided by the simulated step time
+    with microbatches in the planned order. Planning counts as hidden if a step waits at most one millisecond for the
+    planned order.
     """
     if times is None or times.num_steps == 0:
         return ""
@@ -249,7 +250,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return tag -> measured or predicted idle share, for TensorBoard and W&B, without the shares that are None."""
+    """Return the known idle shares, measured and predicted, by their tags in TensorBoard and W&B."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

@@ -57,7 +57,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The forward-backward function of the job, which runs the schedules and, with some flags, measures and replans.
+    """The job's forward-backward function, which runs the schedules and, if asked to, measures costs and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -114,7 +114,7 @@ def units_of(
     Args:
         settings: Megatron's and our flags, as attributes.
         config: the configuration of the model.
-        build: builds a unit, see `UnitModels`.
+        build: function that builds the embedding, a layer or the output (see `UnitModels`).
         forward_step: the forward step of the training.
         microbatch: the microbatch that `forward_step` reads from its data in every call.
     """
@@ -152,8 +152,7 @@ def costs_of_units(
 
     Args:
         kinds: for each layer of the model, the index of its kind, as in `Unit.layer`.
-        profile: the profile of an earlier run of the model, perhaps in another layout; None to measure the costs of
-            units and messages.
+        profile: the profile of an earlier run of the model, perhaps in another layout; None to measure the costs.
         seconds: total duration of the measurement, see `measure_model`.
 
     Returns:
@@ -178,7 +177,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer; None if no flag asks for it, and with a single pipeline rank.
+    """The `PostValidation` of an optimizer; None if no flag asks for it, or if the pipeline has one rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.
@@ -216,7 +215,7 @@ class Replicas:
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         iteration: the iteration after which the job begins.
-        changed: called after parameters or the optimizer's moments have been averaged.
+        changed: function to call after the averaging of parameters or of the optimizer's moments.
 
     Raises:
         ValueError: `--hierarchical-sgd` does not work with the optimizer.
@@ -280,7 +279,7 @@ class Replicas:
             self._waits.end_iteration(size)
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas the same parameters and, if `with_states`, the same optimizer state."""
+        """Give all replicas the same parameters and, if `with_states` is set, the same optimizer states."""
         if self._averaging is not None:
             self._averaging.average_all(iteration, with_states=with_states)
 

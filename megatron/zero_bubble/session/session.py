@@ -1,4 +1,4 @@
-"""`Session`: one training run with zero bubble; a training loop like Megatron's calls its methods."""
+"""`Session`: one training run with zero bubble, for a training loop like Megatron's."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Session:
     groups exist. The training loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and
     `start` when model and optimizer are built and loaded. In every iteration the training loop calls `forward_backward`
     and `after_iteration`. The training loop calls `settle` before code outside a training step reads parameters, and
-    `close` at the end. As a context manager, a session undoes its changes on exit, also after an error.
+    `close` at the end. As a context manager, a session undoes its patches on exit, also after an error.
 
     Args:
-        job: the checked settings. If the settings leave the layout open, `choose_layout`, `restore_layout` or
-            `keep_megatrons_layout` is called before anything is built.
+        job: the checked settings. If the settings leave the layout open, the training loop calls `choose_layout`,
+            `restore_layout` or `keep_megatrons_layout` before it builds the model.
         program: name of the program; the watchdog's lines begin with this name.
 
     Attributes:
@@ -67,8 +67,9 @@ class Session:
         store: keeps the weight gradients that B defers; None under megatron-core's own schedule.
         post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
         replicas: averages parameters under hierarchical SGD, and measures how long replicas wait; set by `start`.
-        run: function that runs a step or an evaluation, set by `start`; without a plan, megatron-core's function.
-        forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
+        run: forward-backward function, set by `start`; megatron-core's own function if there is no zero-bubble
+            schedule.
+        forward_backward_func: the function `run` if `run` runs a zero-bubble schedule; otherwise None.
     """
 
     replicas: Replicas
@@ -92,7 +93,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """Return a session that only builds models and, with a `store`, splits the backward of linear layers."""
+        """Return a session that only builds models; a `store` splits the backward of linear layers into B and W."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -102,7 +103,7 @@ class Session:
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without a valid schedule ends before the model is built.
 
-        The schedules of a layout that is still to be chosen are made at the first step.
+        If the layout is still to be chosen, its schedules are made at the first step.
 
         Raises:
             ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
@@ -136,7 +137,7 @@ class Session:
 
         Args:
             costs: the result of `unit_costs`.
-            restrictions: flags, by name, that override the job's flags during the choice.
+            restrictions: flags, as keyword arguments, that override the job's flags during the choice.
 
         Returns:
             Names and values of the flags that fix the layout.
@@ -150,7 +151,7 @@ class Session:
         return choice.flags
 
     def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
-        """Adopt the layout of the checkpoint in `folder`, which keeps the run's numerics; see `choose_layout`."""
+        """Adopt the layout of the checkpoint in `folder`, so that the run keeps its numerics; see `choose_layout`."""
         print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
         self._take_layout(self.job.flags, saved)
         return saved.flags
@@ -175,7 +176,7 @@ class Session:
         """Prepare the configuration of the model's chunks before the chunks are built.
 
         Args:
-            model_class: class of the model; None if the class supports recomputation and forward-backward pairs.
+            model_class: class of the model; None if the model is known to support recomputation and F-B pairs.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -192,17 +193,17 @@ class Session:
             refuse_unpaired(config, model_class)
 
     def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
-        """A context for building a chunk, in which each layer with its own seed draws its weights from this seed.
+        """A context for building a chunk: each layer draws weights from its own seed if the flags ask for it.
 
         Args:
-            first_layer: number of layers in earlier stages, if the chunk numbers its own layers from 1; otherwise 0.
+            first_layer: number of layers in earlier stages if every chunk numbers its layers from 1; otherwise 0.
         """
         if not self.job.flags.zero_bubble_seed_by_layer:
             return nullcontext()
         return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
-        """Give each rank its vocabulary shard if the layout has vocabulary shards and `chunks` still lack the shards.
+        """If the layout has vocabulary shards and `chunks` still lack the shards, give each rank its vocabulary shard.
 
         Raises:
             ValueError: the vocabulary does not divide into as many shards as there are ranks.
@@ -212,10 +213,10 @@ class Session:
             shard_vocabulary(chunks, self.job.placement)
 
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Split the backward of the chunks' linear layers into B and W, before chunks are wrapped for data parallelism.
+        """Split the backward of linear layers in `chunks` into B and W; call this before `chunks` are wrapped in DDP.
 
-        DDP's configuration must set `delay_wgrad_compute`. DDP then gives each layer a hook. W calls the hook to
-        accumulate and reduce the gradient of the layer's weight.
+        DDP's configuration must set `delay_wgrad_compute`. DDP then registers a hook for each layer, and W calls the
+        hook to accumulate and reduce the layer's weight gradient.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -264,12 +265,12 @@ class Session:
             self._watchdog = open_watchdog(flags, run, self._program)
 
     def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:
-        """Return the function that runs the schedules of a run which begins after `iteration`."""
+        """Return the forward-backward function of a run that begins after `iteration`."""
         assert self.store is not None
         return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """Run a step or an evaluation; takes and returns the same values as megatron-core's forward-backward function.
+        """Run a step or an evaluation, with the arguments and the result of megatron-core's forward-backward function.
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the forward step does
@@ -298,12 +299,12 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Validate the last step; average replicas under hierarchical SGD, see `Replicas`; a collective call."""
+        """Validate the last optimizer step and, under hierarchical SGD, average the replicas; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 
     def close(self) -> None:
-        """Close the watchdog and the channels between stages, and undo all changes; a second call has no effect."""
+        """Close the watchdog and the channels between stages, and undo all patches; a second call has no effect."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

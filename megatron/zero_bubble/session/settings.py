@@ -30,11 +30,11 @@ class JobSettings:
     """The checked settings of a job's pipeline.
 
     Attributes:
-        flags: the given flags, with the layout that megatron-core needs for the partition.
-        plan: makes the schedules; None for megatron-core's own schedule.
+        flags: the given flags, with the value of `--pipeline-model-parallel-layout` that the partition needs.
+        plan: the `RunSchedules` that makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
         partition: the number of layers of every stage, in model order.
-        planning: how costs are measured and used for planning; None if costs are neither measured nor used.
+        planning: how the job measures costs and plans from costs; None if the job does neither.
         is_layout_open: whether partition, placement and chunks have not been chosen yet.
         hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
     """
@@ -49,12 +49,12 @@ class JobSettings:
 
     @property
     def first_placement(self) -> Placement:
-        """The placement for which process groups are made at start-up: linear if the layout has not been chosen yet."""
+        """The placement for the process groups at start-up: a linear placement if the layout is not chosen yet."""
         return Placement("linear", self.placement.num_ranks) if self.is_layout_open else self.placement
 
     @property
     def log_rank(self) -> int:
-        """The global rank that prints the log line: the last rank that computes the loss.
+        """The global rank that prints the log line: the last of the ranks that compute the loss.
 
         In megatron-core's order of global ranks, the pipeline rank varies slowest.
         """
@@ -108,7 +108,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """Return `settings` with a plan from the chosen layout's costs, and with the options for profiling and planning."""
+    """Return `settings` with the options for profiling and planning, and with the costs of `choice` in the plan."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None:

@@ -22,13 +22,13 @@ _SHARE = 0.9
 
 
 def stall_timeout(flags: JobFlags) -> float:
-    """Seconds that a rank may spend at one operation before the pipeline counts as hung; 0 for no limit."""
+    """Seconds that a rank may spend in one operation before the pipeline counts as hung; 0 for no limit."""
     given: float | None = flags.zero_bubble_timeout
     return _SHARE * 60.0 * flags.distributed_timeout_minutes if given is None else given
 
 
 def check_stall_timeout(flags: JobFlags) -> None:
-    """Raise `ValueError` if the timeout is negative, infinite, or not shorter than the timeout of collectives."""
+    """Raise `ValueError` unless the watchdog's timeout is at least 0, finite and below the timeout of collectives."""
     timeout, collectives = stall_timeout(flags), 60.0 * flags.distributed_timeout_minutes
     if not 0 <= timeout < math.inf:
         raise ValueError(f"--zero-bubble-timeout must be at least 0, got {timeout}")
@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Name the likely causes of a hang: ranks that do not answer or, if all answer, ranks that do not wait."""
+    """Name the likely causes of a hang: ranks that do not answer or, if all answer, ranks that wait for no message."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

@@ -42,7 +42,7 @@ class _LostRankError(SessionError):
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a check's `ValueError` into a `SessionError`, so that it differs from a `ValueError` of the user's code."""
+    """Turn a check's `ValueError` into a `SessionError`, to distinguish it from a `ValueError` in user code."""
     try:
         yield
     except SessionError:
@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Show only once the megatron-core warnings that every rank, or every split of a dataset, would repeat.
+    """Show megatron-core's warnings only once if every rank, or every split of a dataset, would repeat the warnings.
 
     If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
@@ -107,7 +107,7 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 
 
 def report(program: str, error: Exception) -> int:
-    """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
+    """Print the reason why the program ends, only once even if all ranks have the same reason; return the exit status.
 
     Ranks above 0, and ranks that have lost their connection to another rank, sleep for some seconds before they print
     their errors. Meanwhile, torchrun usually notices the rank that failed first, and ends the sleeping ranks.
@@ -143,10 +143,11 @@ def _lost_process(error: Exception) -> SessionError | None:
 
 
 def _tell_torchrun(reason: str) -> None:
-    """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
+    """Write the reason of an error to torchrun's error file, so that the summary of torchrun shows the reason.
 
-    torchrun reports the earliest failure as the cause, in whole seconds, and counts the ends of the other ranks as
-    failures, too. The error file therefore contains a time one second before the error.
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause; the ends of other ranks also
+    count as failures. The error file contains a time one second before the error, so that torchrun reports this error
+    as the cause.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
@@ -155,7 +156,7 @@ def _tell_torchrun(reason: str) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, because a normal exit, for which torchrun waits, takes seconds on few cores."""
+    """End this process at once, because torchrun would wait for a normal exit, which takes seconds on few cores."""
     sys.stdout.flush()
     end_children()
     os._exit(status)

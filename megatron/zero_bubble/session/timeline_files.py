@@ -23,16 +23,16 @@ _STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
 def in_memory_unit(costs: StageCosts, unit: float) -> StageCosts:
-    """Return the same costs with all memory divided by `unit`."""
+    """Return `costs` with all amounts of memory divided by `unit`."""
     names = (field.name for field in fields(costs) if field.name.startswith("memory_"))
     return replace(costs, **{name: tuple(value / unit for value in getattr(costs, name)) for name in names})
 
 
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
-    """Write `measured`, and a simulation of its schedule with its costs, to files `folder/name.*`.
+    """Draw the timeline `measured`, and a simulation of its schedule with the same costs, in files `folder/name.*`.
 
     The drawings of the measurement and of the simulation have the same time scale. `folder` is created if it is
-    missing. `memory_unit` is the unit of memory in the costs.
+    missing. `memory_unit` is the unit of memory in the costs, such as MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)
     planned = simulate(measured.schedule, measured.costs, lengths=measured.lengths)
@@ -61,7 +61,7 @@ def measured_timeline(
     *,
     shapes_vary: bool = False,
 ) -> Timeline:
-    """A `Timeline` of a step's measured operations, beginning at time 0; its costs are the mean times of operations.
+    """A `Timeline` of a step's measured operations that begins at time 0; its costs are mean times of the operations.
 
     If a forward ran again after the rollback of an optimizer step, the timeline shows only the last run of the forward.
     The costs of messages and memory come from `profiled`; without `profiled`, these costs are zero. If `shapes_vary` is

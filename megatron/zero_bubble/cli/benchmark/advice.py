@@ -15,13 +15,14 @@ _MIB = 2**20
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
     """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
 
-    Each speedup compares two trainings of the same round. A schedule other than megatron-core's 1F1B is recommended
-    only if the 95% interval of its speedup over 1F1B is above 1. The text also names schedules that are not clearly
-    slower than the fastest schedule.
+    In each round, the benchmark trains once under every schedule; a speedup is the median over the rounds of the ratio
+    of two schedules' speeds in the same round. A schedule other than megatron-core's 1F1B is recommended only if the
+    95% confidence interval of its speedup over 1F1B lies above 1. The text also names the schedules that are not
+    significantly slower than the fastest schedule.
 
     Args:
-        results: one result for each schedule, megatron-core's 1F1B first.
-        iterations: number of measured iterations of each schedule in a round.
+        results: one result for each schedule; the first result is that of megatron-core's 1F1B.
+        iterations: number of iterations that the benchmark measures in each training.
     """
     best = max(results, key=lambda result: result.ratio)
     others = [result for result in results if result is not best]
@@ -54,7 +55,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
-    """Return in words the speedup of `best` over every other result, with the slowest result last."""
+    """Return text with the speedup of `best` over each result in `others`, ordered from the fastest to the slowest."""
     parts = []
     for other in sorted(others, key=lambda result: -result.ratio):
         ratios = best.ratios_to(other)
@@ -65,6 +66,6 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
 
 
 def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Whether the whole 95% interval of the speedup of `best` over `other` is above 1."""
+    """Whether the 95% confidence interval of the speedup of `best` over `other` lies entirely above 1."""
     interval = bootstrap_interval(best.ratios_to(other))
     return interval is not None and interval[0] > 1

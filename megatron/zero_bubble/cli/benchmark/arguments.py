@@ -35,12 +35,12 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Split a command line into two command lines: one without and one with the flags that are selected.
+    """Split command-line words into two lists: the flags that are not selected, and the selected flags.
 
     Args:
-        words: flags with their values, also as `--name=value`.
-        names: names of the selected flags.
-        prefix: selects all flags whose names begin with this prefix, too.
+        words: the command line; a flag and its value are two words, or one word such as `--name=value`.
+        names: the flags to select, such as `--lr`.
+        prefix: flags whose names begin with this text are selected as well.
     """
     others: list[str] = []
     named: list[str] = []
@@ -54,7 +54,7 @@ def parted(words: Sequence[str], names: Collection[str], prefix: str | None = No
 
 
 def names_in(words: Sequence[str]) -> set[str]:
-    """Return the names of the flags in `words`; a flag may be written as `--name=value`."""
+    """Return the names of all flags in the command line `words`, without the values of words such as `--name=value`."""
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
@@ -149,10 +149,11 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                     )
 
     def of_named_schedules(self) -> BenchmarkFlags:
-        """Return these flags with all zero-bubble flags moved from `training_flags` to `schedule_flags`.
+        """Return the benchmark's flags with all zero-bubble flags moved from `training_flags` to `schedule_flags`.
 
         Raises:
-            ValueError: a flag after `--` sets a size or a schedule that the benchmark itself sets.
+            ValueError: a flag after `--` sets a schedule or a number (such as the global batch size) that the benchmark
+                itself sets.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
@@ -169,7 +170,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command-line words that name the training program; they follow the words of `launcher`."""
+        """Command-line words that name the training program, such as `-m` and the name of a module."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property
@@ -178,6 +179,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def launcher(self) -> list[str]:
-        """Command-line words that start `program` on all ranks: --launch or, by default, torchrun and its flags."""
+        """Command-line words that start the training program on all ranks: the value of --launch, or torchrun."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return self.launch or [*torchrun, "--nproc-per-node", str(self.num_ranks)]

@@ -51,7 +51,7 @@ class Competition:
 
 
 def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:
-    """Return the schedules to compare: the baseline, the schedules that --schedule names, and the schedules `peers`.
+    """Return the schedules to compare: the baseline, the schedules of --schedule, and the further schedules in `peers`.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
@@ -120,7 +120,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return megatron-core's interleaved schedule, which the benchmark leaves out if the training refuses it."""
+    """Return an optional `Contestant` for megatron-core's interleaved schedule with `chunks` chunks on each rank."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

@@ -1,4 +1,7 @@
-"""Runs the trainings of `zero-bubble benchmark` in turn, so that other programs slow down all schedules equally."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds: in each round, one training under every schedule.
+
+Rounds spread the load of other programs on the machine about equally over all schedules.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ _Costs = dict[tuple[Placement | None, bool], StageCosts]
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
-    """Train under all schedules in rounds, and return a result for each schedule whose trainings succeeded.
+    """Train once under every schedule in each round; return a result for each schedule whose trainings all succeeded.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
-        RuntimeError: the training of a required schedule failed (see `Contestant.is_required`).
+        RuntimeError: a training failed under a schedule for which `Contestant.is_required` is True.
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[Contestant, list[Turn]] = {contestant: [] for contestant in competition.contestants}
@@ -56,7 +59,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 def _run_turn(
     contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
-    """Run one training under a schedule; return None if the training of an optional schedule failed."""
+    """Run one training under a schedule; return None if the training failed and the schedule is optional."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
@@ -102,7 +105,10 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the measured costs of a schedule's stages, converted from costs with vocabulary shards if need be."""
+    """Return the measured costs of the stages under a schedule; None if no costs were measured.
+
+    If only costs with vocabulary shards were measured, the costs of the shards move to the first and last stage.
+    """
     own = measured.get((contestant.placement, contestant.spreads_vocabulary))
     if own is not None or contestant.spreads_vocabulary:
         return own

@@ -1,4 +1,4 @@
-"""Reads and checks the arguments of a user's own Megatron-LM script, which trains under the launcher."""
+"""Reads and checks the arguments of a user's Megatron-LM script, which `python -m megatron.zero_bubble` runs."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
 
 
 def checked_script_arguments(script: Path, words: Sequence[str], world_size: int) -> ScriptArguments:
-    """Check a script's flags as the launcher would, and return the script's arguments for `world_size` ranks.
+    """Check a script's flags as `python -m megatron.zero_bubble` does; return its arguments for `world_size` ranks.
 
     Raises:
-        ValueError: the launcher would refuse the flags; the message is the launcher's message.
+        ValueError: `python -m megatron.zero_bubble` would refuse the flags with the same message.
     """
     command = parse_command_line([str(script), *words])
     complete = complete_script_arguments(command.flags, command.script_arguments)

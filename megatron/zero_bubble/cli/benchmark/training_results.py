@@ -1,4 +1,4 @@
-"""The results of `zero-bubble benchmark` as figures and a table."""
+"""The results of `zero-bubble benchmark`, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainResult:
 
     @property
     def spread(self) -> float:
-        """Difference between the iteration times of the slowest and the fastest round."""
+        """Difference between the largest and the smallest of the rounds' median iteration times."""
         return max(self.rounds) - min(self.rounds)
 
     @property
@@ -63,7 +63,7 @@ class TrainResult:
 
     @property
     def idle(self) -> Idle | None:
-        """Medians of the measured imbalance and bubble rate; None if the training does not measure idle time."""
+        """Medians of the measured imbalance between ranks and of the bubble rate; None if no idle time was measured."""
         idles = [idle for turn in self.turns for idle in turn.idle]
         return Idle(median(idle.imbalance for idle in idles), median(idle.bubble for idle in idles)) if idles else None
 
@@ -107,7 +107,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON, with keys of `benchmarks.emulate` where possible; unmeasured figures are null."""
+        """Return the results as JSON, with keys as in the JSON of `benchmarks.emulate`; missing values are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -159,13 +159,13 @@ def _or_dash(value: T | None, text: Callable[[T], str]) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return one line per schedule: the largest relative difference between its losses and the baseline's losses.
+    """Return a line for each schedule: the largest relative difference of its losses from the baseline's losses.
 
-    The compared losses come from each schedule's last training. Each loss is the mean over a logging interval, with
-    seven digits.
+    The losses come from the trainings of the last round. Each loss is the mean over a logging interval, which the log
+    of a training shows with seven digits.
 
     Args:
-        results: one result for each schedule, the baseline first.
+        results: one result for each schedule; the first result is that of the baseline.
     """
     baseline, *others = results
     expected = dict(baseline.turns[-1].losses)
@@ -184,9 +184,10 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% interval of the median of `values` (one value per round) by the percentile bootstrap (Efron 1979).
+    """Return the 95% confidence interval of the median of `values` by the percentile bootstrap (Efron 1979).
 
-    The bootstrap resamples the rounds with replacement. For fewer than three rounds, the function returns None.
+    Each value belongs to one round of trainings, and the bootstrap resamples the rounds with replacement. For fewer
+    than three rounds, the function returns None.
     """
     if len(values) < 3:
         return None

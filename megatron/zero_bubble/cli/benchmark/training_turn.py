@@ -30,7 +30,7 @@ _GRACE = 60.0
 
 @dataclass(frozen=True)
 class Turn:
-    """The measurements of one training run, without its warmup."""
+    """The measurements of one training run; all measurements except the losses exclude the warmup iterations."""
 
     iteration_ms: tuple[float, ...]
     """For every logging interval, the mean time of an iteration."""
@@ -50,7 +50,7 @@ class Turn:
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the iteration and the mean loss of every line with a loss in a training's log."""
+    """Return an (iteration, mean loss) pair for each line of a training's log that contains a loss."""
     return tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text))
 
 
@@ -121,7 +121,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Set `late` and end the process `launcher` if the event `over` is not set within `timeout` seconds."""
+    """Set the event `late` and end the process with ID `launcher`, unless `over` is set within `timeout` seconds."""
     if not over.wait(timeout):
         late.set()
         # torchrun ends its ranks after SIGTERM; after SIGKILL, its ranks would keep running.

@@ -52,7 +52,7 @@ class StageCheck:
 
     @cached_property
     def _layer(self) -> UnitCount:
-        """Activation memory and floating-point operations of a layer, as counted by `zero-bubble estimate`."""
+        """Activation memory and floating-point operations of one layer, as `zero-bubble estimate` counts them."""
         return count_model(self.model.arguments(NUM_RANKS)).layers[0]
 
     @property
@@ -63,7 +63,7 @@ class StageCheck:
 
     @property
     def expected_memory(self) -> tuple[float, float]:
-        """Estimated bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
+        """Estimated bytes that a stage holds for one microbatch after F (M_B) and after B (M_W)."""
         after_f, after_b = (self.model.layers_a_stage * held for held in self._layer.activations)
         return after_f, after_b
 
@@ -176,7 +176,7 @@ _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PREL
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Describe this machine for a report of results; `root` is the folder of this repository."""
+    """Return a description of this machine for the findings; `root` is the folder of this repository."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()

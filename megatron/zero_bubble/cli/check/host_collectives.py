@@ -1,7 +1,7 @@
 """Runs gloo's collectives on copies of GPU tensors in pinned host memory, and copies the results back to the GPU.
 
-Depending on torch's version, only some of gloo's collectives take GPU tensors. NCCL may refuse to connect ranks that
-share one device; megatron-core then communicates with gloo's collectives.
+Depending on torch's version, only some of gloo's collectives support GPU tensors. NCCL may refuse to connect ranks that
+share one device; `zero-bubble check` therefore also runs megatron-core over gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METHODS = (
 
 
 class StagedWork:
-    """A collective on copies of tensors in host memory; `wait` copies the results to the tensors in `wanted`."""
+    """Handle of a collective on host copies of tensors; `wait` copies the results to the tensors in `wanted`."""
 
     def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
         self._work = work
@@ -42,7 +42,7 @@ class StagedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` has copied the results to their tensors."""
+        """Whether `wait` has copied the collective's results to the original tensors."""
         return not self._copies
 
     def result(self) -> Any:
@@ -50,9 +50,9 @@ class StagedWork:
 
 
 def stage_collectives(device_type: str) -> Callable[[], None]:
-    """Make all collectives run on host copies of tensors of `device_type`; return a function that undoes the change.
+    """Let all collectives run on host copies of `device_type` tensors; return a function that undoes the change.
 
-    The device type `cpu` tests this module without a GPU.
+    On a machine without a GPU, the device type `cpu` makes it possible to test this module.
     """
     # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}

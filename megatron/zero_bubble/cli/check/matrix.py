@@ -135,14 +135,14 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
 
 
 def names(transformer_impl: str = "local") -> tuple[str, ...]:
-    """Return the names of trainings that `--cell` accepts with the layer implementation `transformer_impl`."""
+    """Return the training names that the flag `--cell` accepts with the layer implementation `transformer_impl`."""
     return tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path(), transformer_impl) if cell.is_ours))
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the trainings with these `names`, and megatron-core's own trainings of the same layouts.
+    """Return the trainings named in `names`, and those of the same layouts under megatron-core's schedule.
 
-    Without `names`, all trainings are returned.
+    If `names` is empty, the function returns all trainings.
     """
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [

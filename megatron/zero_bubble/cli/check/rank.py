@@ -1,4 +1,4 @@
-"""Runs one rank of the trainings that `zero-bubble check` starts, one training after the other.
+"""Runs the trainings of `zero-bubble check` on one rank, one training after the other.
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
@@ -49,7 +49,7 @@ def run_trainings(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _meet() -> None:
-    """Run one all-reduce, which tests whether the backend connects the ranks."""
+    """Run one all-reduce, to test whether the communication backend can connect the ranks."""
     number = torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(number)
     assert number.item() == dist.get_world_size(), "an all-reduce gives a wrong sum"

@@ -18,7 +18,7 @@ _PROBE = "an all-reduce"
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of one training over one backend."""
+    """The result of one training over one communication backend."""
 
     layout: str
     cell: str
@@ -83,7 +83,7 @@ class RankCheck:
 
     Args:
         paths: folders that the ranks get in PYTHONPATH.
-        folder: an empty folder for the ranks' files.
+        folder: an empty folder for the training data and for the files that the ranks write.
         time_limit: seconds that a training may take.
         say: called with a description of the trainings that run next.
     """

@@ -1,4 +1,4 @@
-"""Runs trainings one after the other on the same ranks, each with a time limit; starts new ranks after a failure."""
+"""Runs trainings one after the other on the same ranks; after a failure, new ranks run the remaining trainings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Backend:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the ranks: this process's variables, and some defaults."""
+        """Return the ranks' environment variables: this process's variables, and defaults for missing ones."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -66,7 +66,7 @@ class RankStart:
 
     Args:
         paths: folders that the ranks get in PYTHONPATH.
-        folder: folder for the files of the ranks.
+        folder: folder for the files that the ranks read and write.
         time_limit: seconds that a training may take.
         module: module that every rank runs.
     """
@@ -82,7 +82,8 @@ class RankStart:
         """Run all trainings, even if some fail; return the outcome of each training, by the training's title.
 
         Args:
-            trainings: title -> flags of the training; None instead of flags runs a single all-reduce.
+            trainings: the flags of each training, by the training's title; for a title with None in place of flags, the
+                ranks run only an all-reduce.
         """
         results: dict[str, Ended] = {}
         while rest := {title: flags for title, flags in trainings.items() if title not in results}:
@@ -91,7 +92,7 @@ class RankStart:
 
 
 class _Attempt:
-    """Starts the ranks once; the ranks run trainings until a training fails."""
+    """Starts the ranks once, and lets the ranks run trainings until a training fails."""
 
     def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
         self._start, self._titles = start, list(trainings)
@@ -111,7 +112,10 @@ class _Attempt:
         }
 
     def run(self) -> dict[str, Ended]:
-        """Run trainings until one fails, and return their outcomes; if the ranks cannot start, every training fails."""
+        """Run trainings until a training fails; return the outcomes of the trainings that ran.
+
+        If the ranks cannot start, the function returns a failure for every training.
+        """
         ranks = [self._start_rank(rank) for rank in range(self._start.num_ranks)]
         try:
             error, status = self._wait(ranks)
@@ -132,7 +136,7 @@ class _Attempt:
             )
 
     def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
-        """Wait until all ranks end, a rank fails or time runs out; return (error or None, exit status)."""
+        """Wait until all ranks end, a rank fails or time runs out; return an error (or None) and an exit status."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]

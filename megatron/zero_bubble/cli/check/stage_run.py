@@ -1,4 +1,4 @@
-"""Measures one middle stage of a pipeline; the executor runs the stage as in training, but with random messages."""
+"""Measures a middle stage of a pipeline: the executor runs the stage as in training, but receives random tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StageProfile:
 
     @property
     def price(self) -> float:
-        """Time of B + W divided by the time of the fused backward."""
+        """The sum of the times of B and W, divided by the time of the fused backward."""
         return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
@@ -73,7 +73,10 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A stage in two versions, with a split and with a fused backward; made within `one_process`."""
+    """A middle stage of a pipeline, built once with a split backward and once with a fused backward.
+
+    A `MiddleStage` must be created within `one_process`.
+    """
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -86,8 +89,8 @@ class MiddleStage:
     def profile(self, rounds: int) -> StageProfile:
         """Measure the times of operations with a split and with a fused backward, and the memory of operations.
 
-        Steps with a split backward and steps with a fused backward alternate for `rounds` measured rounds. Before the
-        measured rounds, one round runs unmeasured.
+        In each of `rounds` measured rounds, a step with a split backward and a step with a fused backward run. Before
+        the measured rounds, one round runs unmeasured.
         """
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}
@@ -121,7 +124,7 @@ class MiddleStage:
         return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """Run one step and return the measured operations; measuring memory, too, makes the times meaningless."""
+        """Run one step and return the measured operations; if memory is measured as well, the times are meaningless."""
         stage = make_stage(self._args, self._placement, RANK, chunks, self._device)
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)
@@ -133,7 +136,7 @@ class MiddleStage:
 def make_stage(
     args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
 ) -> MegatronStage:
-    """Build a rank's stage as training does, with batches that are the same on every rank."""
+    """Return the stage of a pipeline rank as in training, with input batches that do not depend on the rank."""
     batches = _batches(args, device)
     call = StepCall(
         forward_step_func=make_forward_step(args),
@@ -147,7 +150,7 @@ def make_stage(
 
 
 def _batches(args: Arguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return the batches of one step, which are the same on every rank."""
+    """Return the batches of one step; every rank gets the same batches."""
     shape = (args.micro_batch_size, args.seq_length)
     generator = torch.Generator().manual_seed(args.seed)
     assert args.vocab_size is not None

@@ -70,7 +70,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate that the first lines of the output describe."""
+    """Return the estimate of the first schedule or, if no schedule has an estimate, of the chosen layout."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown
@@ -140,7 +140,7 @@ def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Return notes of one line each that explain the figures of the estimate."""
+    """Return one-line notes that explain the numbers of the estimate."""
     job = results.job
     lines = [*_on_layouts(results), *_remedies(results)]
     lines += [_limit(each, each.limit) for each in results.estimates if each.limit is not None]
@@ -205,7 +205,7 @@ def _remedies(results: Results) -> Iterator[str]:
 
 
 def _limit(planned: Estimate, limit: float) -> str:
-    """Return a line about the memory limit under which a schedule was planned."""
+    """Return a line that states the memory limit under which a schedule was planned."""
     name, allowed, source = planned.schedule.name, gib(max(0.0, limit)), _source(planned.job.flags)
     if planned.is_over_limit:
         least = gib(max(planned.activation_bytes))

@@ -83,7 +83,7 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters; these ranks reduce gradients together and divide ZeRO's states."""
+        """Number of ranks that hold the same parameters: the data-parallel size times the context-parallel size."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     @property
@@ -92,7 +92,7 @@ class EstimatedJob:
 
     @property
     def host_rate(self) -> float | None:
-        """Bytes that the host link copies in a millisecond; None without `--host-bandwidth`."""
+        """Bytes per millisecond of the link between device and host; None without `--host-bandwidth`."""
         return None if self.cluster.host_bandwidth is None else self.cluster.host_bandwidth * 1e6
 
     def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
@@ -113,7 +113,7 @@ class EstimatedJob:
         return partition_of_flags(replace(self.flags, pipeline_model_parallel_layout=None), placement)
 
     def parameters(self, placement: Placement) -> list[Parameters]:
-        """Return the number of parameters of every pipeline rank, in all its chunks and its vocabulary shard."""
+        """Return the number of parameters on every pipeline rank, including all model chunks and a vocabulary shard."""
         first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
         owners = [placement.rank_of(stage) for stage, size in enumerate(self.partition(placement)) for _ in range(size)]
         ranks = [Parameters(0, 0)] * placement.num_ranks
@@ -129,13 +129,13 @@ class EstimatedJob:
         return ranks
 
     def bytes_of(self, parameters: Parameters) -> float:
-        """Return the bytes of `parameters` on one rank, with their gradients and the optimizer's states."""
+        """Return the bytes that one rank needs for `parameters`, for their gradients and for the optimizer's states."""
         args, tensor = self.args, self.args.tensor_model_parallel_size
         shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
         return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
-        """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
+        """Return the bytes that each pipeline rank sends to its data-parallel replicas in an iteration."""
         a_parameter = self.states.sent_a_parameter(self.replicas, self.flags.most_microbatches)
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
@@ -147,7 +147,7 @@ class EstimatedJob:
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of embedding, layers and output in milliseconds and bytes, from the profile if the job has one.
+        """The costs of embedding, layers and output in milliseconds and bytes, from the job's profile if one is given.
 
         The costs of F and B exclude full recomputation; R recomputes one layer at a time.
         """
@@ -237,9 +237,10 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Add the flags that a training requires, and --transformer-impl with the profile's value or Megatron-LM's default.
+    """Return `flags` with the flags that a training requires, and with a default for --transformer-impl.
 
-    Flags that reset attention masks, choose FSDP2 or choose local attention need local layers, the trainer's default.
+    The default is the profile's value or, without a profile, Megatron-LM's default. Flags that reset attention masks,
+    choose FSDP2 or choose local attention need local layers; with these flags, the trainer's default applies.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]

@@ -1,4 +1,4 @@
-"""Draws an SVG timeline of replicas that compute and wait for each other, with a panel for each SGD method."""
+"""Draws an SVG timeline of replicas that compute and wait for each other, with a panel for each variant of SGD."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def to_replica_lanes(panels: Mapping[str, Sequence[Sequence[ReplicaStep]]], *, t
     """Return the text of an SVG file that shows the replicas' steps over time, with a row for each replica.
 
     Args:
-        panels: heading of a panel -> its steps; a step is a list with one `ReplicaStep` for each replica.
+        panels: the steps of each panel, by the panel's heading; a step is a list with one `ReplicaStep` for each
+            replica.
     """
     end = max(step.resumed for steps in panels.values() for step in steps[-1])
     scale = (_WIDTH - _LEFT - _RIGHT) / end

@@ -1,4 +1,4 @@
-"""Estimates a job's schedules and layout and, if no schedule fits in memory, other layouts and recomputation."""
+"""Estimates a job's schedules and layout, and also other layouts and recomputation if no schedule fits in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_
 
 
 class Remedy(NamedTuple):
-    """The estimate with another layout or with recomputation, for a job without a schedule that fits in memory."""
+    """An estimate with another layout or with recomputation, for a job whose own schedules do not fit in memory."""
 
     flags: str
     """The flags that replace the job's own flags for layout or recomputation in this estimate."""
@@ -85,7 +85,7 @@ class Results:
 
     @property
     def refused_by_reason(self) -> dict[str, str]:
-        """Reason -> names of the schedules and layout searches that are refused for this reason, joined by commas."""
+        """Map from each reason of a refusal to the refused schedules and layout searches, as names joined by commas."""
         names: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             names.setdefault(reason, []).append(name)
@@ -93,7 +93,9 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen` (default: all but slow ones), and the layout that the training would choose.
+    """Estimate the schedules named in `chosen`, and the layout that the training would choose.
+
+    If `chosen` is None, the function estimates all schedules that are not slow to generate.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -129,7 +131,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules `names` and, if the job chooses its layout, the layout that the job would choose.
+    """Estimate the schedules in `names` and, if the flags leave the layout open, the layout that the planner chooses.
 
     If `frees_layout` is set, the results also contain the layout that the training would choose without Megatron's
     layout flags.
@@ -159,7 +161,7 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
 
 
 def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
-    """Run `task`; return the estimate with all times computed, or the reason why no estimate is possible."""
+    """Return the estimate that `task` computes, or the error message if no estimate is possible."""
     try:
         answer = task()
     except ValueError as error:
@@ -169,7 +171,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """Yield estimates with another layout or with recomputation for a job without a schedule that fits in memory."""
+    """Yield estimates with another layout or with recomputation, if none of the job's schedules fits in memory."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

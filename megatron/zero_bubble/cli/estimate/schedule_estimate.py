@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing."""
+        """Time in which the slowest rank computes nothing while replicas exchange gradients and sharded parameters."""
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
@@ -87,12 +87,12 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Time from one iteration to the next, with gradient reduction and without the optimizer's step."""
+        """Time from one iteration to the next, including gradient reduction but not the optimizer step."""
         return self._time_of(self.timeline)
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup of an iteration by pairs (a forward and a backward as one operation); None without pairs."""
+        """Speedup from pairs, which run an F and a B as one operation; None if the schedule has no pairs."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
@@ -114,7 +114,7 @@ class Estimate:
         return self.job.flops_per_iteration / (self.iteration_ms / 1e3) / self.job.args.world_size / 1e12
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
-        """Return all figures of the estimate, and the estimated speed divided by the speed of `baseline`."""
+        """Return the estimate's values as JSON, including the speed relative to the estimate `baseline`."""
         return {
             "schedule": self.schedule.name,
             "num_chunks": self.schedule.num_chunks,
@@ -215,8 +215,8 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
     """Search the layouts that the job's flags allow, in the same way as the training but with estimated costs.
 
     Args:
-        frees_layout: whether to search all layouts even if Megatron's flags fix a layout. The layout of Megatron's
-            flags is chosen unless another layout is at least 2% faster.
+        frees_layout: whether to search all layouts even if Megatron's flags fix a layout. The search keeps the layout
+            of Megatron's flags unless another layout is at least 2% faster.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -237,7 +237,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate under megatron-core, where the backward recomputes and the vocabulary is not sharded."""
+    """Return the same estimate for megatron-core, which recomputes in the backward and has no vocabulary shards."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -96,12 +96,12 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """SGD method -> groups of replicas that average parameters; None for synchronous SGD, without such groups."""
+        """The groups of replicas that average parameters, by the name of the SGD variant; None for synchronous SGD."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 
     def draw_times(self, num_steps: int) -> list[list[float]]:
-        """Draw random times of all replicas in each step, where a replica that does not straggle takes 1."""
+        """Return random times of all replicas in each step; the time of a replica that does not straggle is 1."""
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):

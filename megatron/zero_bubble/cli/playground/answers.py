@@ -1,7 +1,7 @@
-"""Answers requests from the playground's page, which draws and plots schedules, and saves and opens files.
+"""Answers requests from the playground's page, to draw and plot schedules and to save and open files.
 
-A request contains flags of `zero-bubble schedule`. The command line's own code reads the flags, so that the page shows
-the same numbers and messages as the command. The browser calls `answer`; tests call `answer` without a browser.
+A request contains flags of `zero-bubble schedule`. The page shows the same numbers and messages as the command, because
+the command's own code reads the flags. The browser calls `answer`; tests call `answer` without a browser.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
-    """Return the timeline of a recorded run or, if `planned`, a simulation of its schedule with the measured times."""
+    """Return a recorded run's timeline or, if `planned` is set, a simulation of its schedule with measured times."""
     measured, memory = recorded_run(_file_text(file))
     with trace_errors():
         simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # checks the order
@@ -58,9 +58,9 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return the bubble rate and time under a memory limit; if no plan fits, the smallest limit that allows a plan.
+    """Return the bubble rate and time under a memory limit or, if no plan fits, the smallest limit that allows a plan.
 
-    If `of_dial` is set, the planner compares plans by makespan, as in `memory-curve --dial`.
+    If `of_dial` is set, the planner compares plans by makespan, as `zero-bubble schedule memory-curve --dial` does.
     """
     try:
         figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)
@@ -126,7 +126,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """Answer a JSON request for the function `what` with the JSON of the function's result or of an error."""
+    """Call the function that the JSON request `question` names; return the result, or an error, as JSON."""
     arguments = json.loads(question)
     try:
         return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float, allow_nan=False)
@@ -139,7 +139,7 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return an error's message, and the flag that the message names or most likely concerns."""
+    """Return an error message and a flag: the flag in the message or, without one, the flag to change."""
     message = one_line(error)
     if named := re.match(r"arguments? --([\w-]+):? (.*)", message):
         return {"error": named[2], "flag": named[1]}

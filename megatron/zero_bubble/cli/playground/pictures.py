@@ -71,7 +71,7 @@ def _curve_limits(recompute: Recompute) -> list[float]:
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
-    """Return the simulation of a schedule for the page: the figures of the command line, and the data to draw."""
+    """Return the simulation of a schedule for the page: the values that the command prints, and data to draw."""
     timeline = figures.timeline
     profile = Profile(timeline.schedule.placement, timeline.costs, 0, {})
     baseline = Prediction(profile, timeline.schedule, recompute, lengths=timeline.lengths)
@@ -80,7 +80,7 @@ def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dic
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:
-    """Return a recorded timeline for the page; `memory` maps ranks to memory over time, if memory was recorded."""
+    """Return a recorded timeline as data for the page; `memory` is each rank's recorded memory over time, or empty."""
     figures = {
         "schedule": timeline.schedule.name,
         "cost": timeline.cost,
@@ -145,14 +145,14 @@ _MICROSECONDS = 1000
 
 
 def is_trace(text: str) -> bool:
-    """Return whether the text begins like a trace in Chrome's format."""
+    """Return whether `text` begins like a trace in Chrome's format."""
     return '"traceEvents"' in text[:200]
 
 
 def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
     """Return the timeline of a recorded iteration, in milliseconds, and the memory that each rank held over time.
 
-    The costs of the timeline are the mean times of the recorded iteration, without memory.
+    The costs of the timeline are the mean operation times of the recorded iteration, and contain no memory.
 
     Raises:
         ScheduleError: the text is not the trace of a run.
@@ -203,7 +203,7 @@ def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
 
 
 def _memory_counters(events: list[Mapping[str, Any]]) -> dict[int, Steps]:
-    """Return rank -> the rank's recorded memory over time; an empty dictionary if the run recorded no memory."""
+    """Return each rank's recorded memory over time, by rank; an empty dictionary if the run recorded no memory."""
     counters: dict[int, Steps] = defaultdict(list)
     for event in events:
         if event["ph"] == "C" and event["name"].startswith("memory of rank "):

@@ -61,9 +61,9 @@ def write_site(folder: Path, pyodide: Path) -> None:
 
 
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
-    """Let Node write a memory snapshot, from which Python starts in the browser without importing modules.
+    """Let Node write a snapshot of Python's memory, from which Python starts in the browser without any import.
 
-    The folder of Pyodide also gets a copy, so that a wheel contains the snapshot.
+    A copy of the snapshot is kept in Pyodide's folder, so that a wheel of this package contains the snapshot.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():
@@ -85,7 +85,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
 
 def _digest() -> str:
-    """Return a digest of all files on which a memory snapshot depends, except the files of Pyodide."""
+    """Return a digest of the files on which the snapshot of Python's memory depends, except Pyodide's own files."""
     digest = hashlib.sha256()
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -120,7 +120,7 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
 
     @property
     def chosen_format(self) -> str:
-        """The format that --format names, by default the format of the suffix of --output."""
+        """The output format: the value of --format or, without this flag, the format for the suffix of --output."""
         return self.format or FORMATS["" if self.output is None else self.output.suffix]
 
 
@@ -185,7 +185,8 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     def first(self) -> float:
         """The curve's smallest memory limit, in units of 1F1B's peak memory.
 
-        The default is smaller for plans that may recompute or copy activations, because these plans need less memory.
+        The default is smaller for plans that may recompute activations or copy activations to the host, because these
+        plans need less memory.
         """
         keeps_everything = self.recomputation is Recompute.NONE and not self.dial
         return self.from_ or (0.5 if keeps_everything else 0.125)

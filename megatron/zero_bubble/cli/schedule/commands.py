@@ -127,7 +127,7 @@ def draw(flags: DrawFlags) -> None:
 
 
 def prove(flags: ValidateFlags) -> None:
-    """Validate a schedule before and after lowering, and print its numbers of operations and messages."""
+    """Validate a schedule before and after lowering, and print how many operations and messages it has."""
     schedule, _ = source(flags)
     validate(schedule)
     lowered = schedule if schedule.is_lowered else lower(schedule)
@@ -143,7 +143,7 @@ def prove(flags: ValidateFlags) -> None:
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """One command of `zero-bubble schedule`."""
+    """One command of `zero-bubble schedule`, such as `simulate`."""
 
     run: Callable[[Any], None]
     flags: type

@@ -58,12 +58,12 @@ class ScheduleFigures:
 
     @property
     def gain(self) -> float:
-        """Fraction by which post-validation makes iterations faster."""
+        """Relative increase in the speed of iterations through post-validation."""
         return float(self.without_post_validation / self.iteration_time - 1)
 
     @property
     def lost(self) -> float:
-        """Share of the longest span of a rank that the bubble and recomputation take."""
+        """Fraction of the schedule's cost (the longest span of a rank) that is bubble or recomputation."""
         costs, placement = self.timeline.costs, self.schedule.placement
         works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
         return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
@@ -139,7 +139,7 @@ def simulated_figures(
     queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
-    """Validate `schedule` and simulate `steps` iterations; if `post_validation` is set, add post-validation first.
+    """Validate a schedule and simulate `steps` iterations, with post-validation if `post_validation` is set.
 
     Raises:
         ScheduleError: the schedule is not valid, or `steps` is above 1 without post-validation.
@@ -179,7 +179,7 @@ def simulated_figures(
 
 
 def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
-    """Return the cost with R in every backward, as in megatron-core; None unless all activations are recomputed."""
+    """Return a schedule's cost if R runs within B, as in megatron-core; None unless all activations are recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
     plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
@@ -219,8 +219,8 @@ _PARTS_OF_F = {
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and cost files with one entry per rank, give the costs of whole ranks, which `stage_costs` splits among the
-    chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
+    Flags, and cost files with one entry per rank, give the costs of whole ranks; `stage_costs` splits these costs among
+    the chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

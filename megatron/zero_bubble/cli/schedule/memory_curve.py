@@ -1,4 +1,4 @@
-"""Computes bubble rates under several memory limits, or the times of plans that keep, recompute or copy activations.
+"""Computes memory curves: bubble rates or, with --dial, iteration times of plans under several memory limits.
 
 The bubble rate of a memory curve includes the time of R.
 """
@@ -37,7 +37,7 @@ _PARTS = (0.8, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of a schedule, or of an entry of `WAYS` with --dial, under every memory limit that allows a plan."""
+    """A schedule's results under every memory limit that allows a plan; with --dial, for one kind of plan (`way`)."""
 
     name: str
     schedule: str
@@ -96,7 +96,7 @@ def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> 
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the fastest plan that keeps all activations or, if no such plan fits, the fastest of all plans.
+    """Return the fastest plan that keeps all activations or, if no such plan fits, the fastest plan of all curves.
 
     Raises:
         ScheduleError: no plan fits under any memory limit of the curves.
@@ -129,7 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences about the fastest plan, plans in less memory, and curves for which the file has no costs."""
+    """Yield sentences about the fastest plan, about plans that need less memory, and about curves that lack costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

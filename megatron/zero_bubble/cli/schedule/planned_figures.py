@@ -22,10 +22,10 @@ from megatron.zero_bubble.session.flags import flag_name
 def make_schedule(
     flags: ScheduleFlags, name: str, limit: Sequence[float] | None, **options: Any
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` under `limit` (in M_B); return (schedule, seconds of its generation).
+    """Generate the schedule `name` under `limit` (in M_B); return the schedule and its generation time in seconds.
 
     Args:
-        limit: memory limit: one number for all ranks, or one number for each rank.
+        limit: the memory limit, as one number for all ranks or one number for each rank.
         options: further fields of the `PlanRequest`.
     """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
@@ -57,7 +57,7 @@ def make_schedule(
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
-    """Return an error message if `costs` lacks the memory that recomputation or offload would free, else None."""
+    """Return an error message if `costs` has no memory that recomputation or offload can free; otherwise None."""
     for is_asked, flag, name, effect in (
         (flags.recomputation is not Recompute.NONE, f"--recompute {flags.recompute}", "memory_r", "dropped"),
         (flags.offloads, "--offload auto", "memory_d", "copied to the host"),
@@ -69,7 +69,7 @@ def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
 
 
 def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures:
-    """Return the figures of the schedule of --schedule or --input; `options` are fields of the `PlanRequest`."""
+    """Simulate the schedule that --schedule or --input names; `options` are further fields of the `PlanRequest`."""
     return simulated_figures(
         flags,
         *source(flags, **options),
@@ -84,7 +84,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
     """Return the schedule that --schedule or --input names, and the seconds that its generation took.
 
     Args:
-        options: fields of the `PlanRequest` of --schedule.
+        options: further fields of the `PlanRequest` for the schedule of --schedule; unused with --input.
     """
     if flags.input is not None:
         with reading("--input", flags.input):
@@ -103,11 +103,11 @@ def figures_of_all(
     post_validation: bool = False,
     queues: HardwareQueues | None = None,
 ) -> list[ScheduleFigures]:
-    """Return the figures of the schedules `chosen`, or, if none is chosen, of all possible schedules.
+    """Return the figures of the schedules named in `chosen` or, if `chosen` is None, of all possible schedules.
 
     Args:
-        limit: memory limit in M_B: one number for all ranks, or one number for each rank.
-        leaves_out_slow: whether to skip schedules that are slow to generate if no schedule is chosen.
+        limit: the memory limit in M_B, as one number for all ranks or one number for each rank.
+        leaves_out_slow: whether to skip schedules that are slow to generate; has no effect if `chosen` names schedules.
 
     Raises:
         ScheduleError: a schedule that was chosen by name is not possible, or no schedule is possible.
