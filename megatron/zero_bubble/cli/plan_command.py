@@ -1,4 +1,4 @@
-"""Choose the layout and the schedule of a model, as a training under `--zero-bubble` does, from a file of costs.
+"""Read costs from a file, and choose the layout and the schedule of a model, as a job with `--zero-bubble` does.
 
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --memory-limit 1.5 --json

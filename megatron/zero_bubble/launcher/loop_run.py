@@ -65,7 +65,7 @@ class LoopRun:
 
     @property
     def sessions(self) -> list[Session]:
-        """The sessions of all models."""
+        """The sessions of all models that the training loop trains."""
         return [model.session for model in self._models]
 
     def build_chunk(self, call: Call) -> None:

@@ -46,7 +46,12 @@ class Interconnect:
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks in the ascending list `members`."""
+        """Open collectives among some ranks, for tensors on `device`; all these ranks make this call.
+
+        Args:
+            members: the ranks, in ascending order.
+            device: device of the tensors.
+        """
         ranks = [self._global_ranks[member] for member in members]
         collectives = TorchCollectives(ranks, list(members).index(self.rank), device, self._timeout)
         self._open.append(collectives)

@@ -93,7 +93,7 @@ class FunctionLayer(torch.nn.Module):
 
 
 def class_name_of(layer: Any) -> str:
-    """Return the name of a layer for `partition="type:REGEX"`: the name of the layer's class or of its function."""
+    """Return the name that `partition="type:REGEX"` matches: the name of a layer's class, or of a plain function."""
     if isinstance(layer, LayerSpec):
         return layer.class_name
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")

@@ -205,7 +205,7 @@ class _SplitLayer:
         return (None,) * (len(tensors) - len(wanted)) + found
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Defer the W of one call of the layer; several calls of the layer in one forward share one W."""
+        """Defer the weight gradient of one call of the layer; one W computes those of all calls."""
         if self._of_bundle != self.store.num_flushed:
             self._of_bundle, self._calls = self.store.num_flushed, []
             weight_grad = partial(_run_weight_backward, self._calls, parameters)

@@ -110,7 +110,7 @@ def offloaded(
 
 
 def _faster(best: _Copied, uncopied: Schedule, rules: Iterable[CopyRule], problem: Problem) -> _Copied:
-    """Insert copies into `uncopied` by every rule; return the fastest schedule, or `best` if no schedule is faster."""
+    """Make a schedule with copies of `uncopied` for each rule; return the fastest, or `best` if `best` is faster."""
     without = problem.simulated(uncopied.without_communication())
     factor = slowdown(without, problem.spread, problem.time_between)
     for rule in rules:

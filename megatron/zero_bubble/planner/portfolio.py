@@ -293,10 +293,9 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The fastest schedule; schedules are compared by the longest span of a rank or by the makespan.
+    """The fastest schedule by the measure that the problem asks for: the longest span of a rank, or the makespan.
 
-    If the longest span of a rank is compared, the makespan decides between equally fast schedules. If the makespan is
-    compared, the longest span of a rank decides between equally fast schedules.
+    Of two schedules that are equal by this measure, the schedule with the smaller value of the other measure is faster.
     """
     schedules = list(schedules)
     if len(schedules) == 1:

@@ -138,7 +138,7 @@ def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
     """The collective that brings the input of the compute operation `op` of `rank`; None if no collective brings an
     input.
 
-    The rank that broadcasts a result needs no collective for its own input, because the rank already has the result.
+    On the rank that broadcasts a result, an operation that uses the result does not wait for the broadcast.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):

@@ -1,7 +1,8 @@
 """Defines the flags of `pretrain_gpt.py`; a flag that Megatron-LM also has keeps Megatron-LM's name.
 
 `core_flags.py` makes a flag from each field of megatron-core's configurations. `session/flags.py` lists the flags that
-the trainer and the launcher share. This file lists all further flags of the trainer.
+the trainer and the launcher share. This module defines the flags of `pretrain_gpt.py` that are in neither of the two
+files.
 """
 
 from __future__ import annotations
