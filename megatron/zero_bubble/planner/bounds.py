@@ -204,8 +204,8 @@ class _Rank:
         """Lower bound on the time from the rank's first F to its last B: the length of a path through the last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
-        of that F still runs its forwards up to the last stage and its backwards down to this rank. With recomputation, the lower bound `window_of_last_f` is
-        zero.
+        of that F still runs its forwards up to the last stage and its backwards down to this rank. With recomputation,
+        the lower bound `window_of_last_f` is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
