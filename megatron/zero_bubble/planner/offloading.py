@@ -62,8 +62,8 @@ class _Copied(NamedTuple):
     time: float
     """Expected time of the schedule; before a schedule is found, the time that the schedule has to undercut."""
     schedule: Schedule | None = None
-    uncopied: Schedule | None = None
-    """The schedule into which copies were inserted."""
+    uncopied: tuple[Timeline, float] | None = None
+    """Simulation of the schedule into which copies were inserted, and that schedule's `slowdown`."""
     rule: CopyRule = RULES[0]
     """The rule that inserted the copies."""
 
@@ -95,7 +95,9 @@ def offloaded(
         limits = tuple(limit * _STEP for limit in limits)
         is_last = False
         for schedule in plans(limits):
-            best = _faster(best, schedule, rules, problem)
+            timeline = problem.simulated(schedule.without_communication())
+            uncopied = timeline, slowdown(timeline, problem.spread, problem.time_between)
+            best = _faster(best, uncopied, rules, problem)
             peaks = peak_memory(schedule, problem.costs)
             # If no rank of a plan exceeds the previous, smaller limit, a larger limit gives the same plan. A plan that
             # keeps the limits of the problem is an exception, because such a plan is slow.
@@ -109,12 +111,10 @@ def offloaded(
     return best.schedule
 
 
-def _faster(best: _Copied, uncopied: Schedule, rules: Iterable[CopyRule], problem: Problem) -> _Copied:
+def _faster(best: _Copied, uncopied: tuple[Timeline, float], rules: Iterable[CopyRule], problem: Problem) -> _Copied:
     """Make a schedule with copies of `uncopied` for each rule; return the fastest, or `best` if `best` is faster."""
-    without = problem.simulated(uncopied.without_communication())
-    factor = slowdown(without, problem.spread, problem.time_between)
     for rule in rules:
-        timed = without
+        timed, factor = uncopied
         for _ in range(_ROUNDS):
             placed = with_copies(timed, problem, rule)
             if placed is None:
