@@ -15,7 +15,7 @@ def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch
 
 
 class ForwardState:
-    """A copy of what forwards can change: random states, buffers, and the weights of embeddings with `max_norm`."""
+    """A copy of the state that forwards change: random states, buffers, and weights of embeddings with `max_norm`."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._random_state = torch.get_rng_state()

@@ -166,11 +166,9 @@ class Portfolio:
         problem = self.problem
         if not problem.has_shards or problem.budget == 0:
             return
-        costs, lower = (
-            problem.costs.with_vocabulary_in_weight_gradients(),
-            map(sub, problem.limits, problem.whole_memory),
-        )
-        for limits in (tuple(lower), problem.limits):
+        costs = problem.costs.with_vocabulary_in_weight_gradients()
+        lower = tuple(map(sub, problem.limits, problem.whole_memory))
+        for limits in (lower, problem.limits):
             whole = replace(problem, costs=costs, limits=limits, budget=problem.budget // INSERTED)
             if whole.is_feasible and not self.finished:
                 for plan in search(whole).plans[:1]:
