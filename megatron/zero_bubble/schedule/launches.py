@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -17,8 +16,9 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 class Stream:
     """An NCCL stream, which carries either the messages from one rank to another or the collectives of all ranks."""
 
-    def __init__(self, num_ends: int) -> None:
-        self._num_ends = num_ends
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        """The ranks that take part in each message."""
         self.complete: list[float] = []
         """Message number -> completion time of the message, for all messages before the first incomplete message."""
         self.waiting: list[int] = []
@@ -42,7 +42,7 @@ class Stream:
         else:
             self._num_started[index] += 1
             self._last_start[index] = start = max(start, self._last_start[index])
-        if self._num_started[index] < self._num_ends:
+        if self._num_started[index] < len(self.ranks):
             return False
         self.complete.append((max(start, self.complete[-1]) if index else start) + time)
         return True
@@ -53,14 +53,18 @@ class Streams:
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs, self.times = schedule, costs, costs.times()
-        self.validation = Stream(schedule.num_ranks)
+        self.validation = Stream(range(schedule.num_ranks))
         """The stream of the all-reduces of the gradient norm, which STEP starts and the next VALIDATE waits for."""
         self.time_of_reduction = collective_time(costs)
         """Duration of the all-reduce of the global gradient norm."""
-        self.collectives = Stream(schedule.num_ranks)
+        self.collectives = Stream(range(schedule.num_ranks))
         """The stream of the collectives of vocabulary shards."""
-        self.channels: defaultdict[tuple[int, int], Stream] = defaultdict(partial(Stream, 2))
-        """(source rank, destination rank) -> the stream of the messages from source to destination."""
+        self._channels: dict[tuple[int, int], Stream] = {}
+
+    def channel(self, source: int, destination: int) -> Stream:
+        """Return the stream of the messages from rank `source` to rank `destination`."""
+        ends = source, destination
+        return self._channels.setdefault(ends, Stream(ends))
 
 
 class End:
@@ -142,7 +146,8 @@ class Host:
             stream = self.streams.collectives
         else:
             peer = self.schedule.placement.peer_of(self.rank, message)
-            stream = self.streams.channels[(self.rank, peer) if message.kind in SENDS else (peer, self.rank)]
+            source, destination = (self.rank, peer) if message.kind in SENDS else (peer, self.rank)
+            stream = self.streams.channel(source, destination)
         return self._ends.setdefault(stream, End(stream, sends=message.kind not in RECEIVES))
 
     def _input(self, op: Op) -> Op | None:

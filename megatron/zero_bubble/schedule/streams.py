@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock
@@ -84,8 +85,8 @@ def _deadlock(schedule: Schedule, devices: Sequence[_Device], queues: HardwareQu
         if device.blocked_by is not None:
             waits_for[rank] = next(
                 (other, op)
-                for other, late in enumerate(devices)
-                if (op := late.missing_end(device.blocked_by)) is not None
+                for other in device.blocked_by.ranks
+                if (op := devices[other].missing_end(device.blocked_by)) is not None
             )
     steps = []
     for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
@@ -200,13 +201,10 @@ class _Device:
 
         `missing_end` returns None if no remaining operation of the rank takes part in the message.
         """
-        number = None
-        for op in self._ops[self._position :]:
+        for op in islice(self._ops, self._position, None):
             end = None if op is None else self._launches.posted_by(op)
             if end is not None and end.stream is stream:
-                number = end.num_posted if number is None else number + 1
-                if number == len(stream.complete):
-                    return op
+                return op if end.num_posted == len(stream.complete) else None
         return None
 
     def at(self) -> Op | str:
