@@ -176,9 +176,19 @@ def test_every_limit_includes_what_an_operation_needs_inside(limit, room):
     assert run.reports[0].memory_limit == (room,)
 
 
-def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest():
-    run = Run(profile=GIVEN, memory_limit=MemoryLimit(num_bytes=99))
-    with pytest.raises(ScheduleError, match=r"limit of 99 bytes: the smallest that works is 100$"):
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (MemoryLimit(num_bytes=99), "limit of 99 bytes: the smallest that works is 100"),
+        (
+            MemoryLimit(multiple=0.3),
+            "limit of 30 bytes: the smallest that works is 100, or 1 times 1F1B's peak",
+        ),
+    ],
+)
+def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest(limit, message):
+    run = Run(profile=GIVEN, memory_limit=limit)
+    with pytest.raises(ScheduleError, match=f"{message}$"):
         run.steps(1)
 
 

@@ -174,10 +174,16 @@ class Replanner:
         except Infeasible as error:
             if in_bytes is None:  # the schedule's own limit
                 raise
+            given, limit_in_bytes = self._options.memory_limit, min(in_bytes)
             smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
+            works = str(smallest)
+            if given is not None and given.multiple is not None:
+                works += (
+                    f", or {math.ceil(1000 * given.multiple * smallest / limit_in_bytes) / 1000:g} times 1F1B's peak"
+                )
             raise Infeasible(
-                f"schedule {self._plan.name} does not fit in the memory limit of {min(in_bytes):.0f} bytes: "
-                f"the smallest that works is {smallest}",
+                f"schedule {self._plan.name} does not fit in the memory limit of {limit_in_bytes:.0f} bytes: "
+                f"the smallest that works is {works}",
                 smallest,
             ) from error
 
