@@ -60,6 +60,21 @@ class LossWithMean(nn.Module):
         return mse_loss(self.centred(output), target)
 
 
+class Resized(nn.Module):
+    """Gives a buffer its size in the first forward, as observers for quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x):
+        found = x.detach().abs().amax(0)
+        if not len(self.largest):
+            self.largest.resize_(found.shape).zero_()
+        self.largest.copy_(torch.maximum(self.largest, found))
+        return x / (1 + self.largest)
+
+
 class Rows(nn.Module):
     """Looks up rows of a bfloat16 table; scaling a row to `max_norm` twice rounds it twice."""
 
@@ -92,6 +107,7 @@ CHANGING = {
     "loss with buffers": (lambda: linears(4), LossWithMean()),
     "max_norm": (lambda: [Rows(), *(layer.bfloat16() for layer in linears(3))], mse_loss),
     "expanded buffer": (lambda: [Expanded(), *linears(3)], mse_loss),
+    "resized buffer": (lambda: [Resized(), *linears(3)], mse_loss),
     "buffers": (lambda: [Centred(), *linears(2), Centred()], mse_loss),  # which R counts twice
 }
 CASES = [(name, {}) for name in CHANGING] + [(name, {"post_validation": True}) for name in CHANGING]

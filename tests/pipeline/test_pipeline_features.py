@@ -10,6 +10,7 @@ import pytest
 import torch
 from rank_threads import accumulate, gradients_of, merged, pipelines, run_in_one_process
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.zero_bubble import TiedLayerSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -273,6 +274,42 @@ def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule
     assert len(recomputed) >= 4
 
 
+class Block(nn.Module):
+    """Repeats its forward in the backward, as models with gradient checkpointing do, and counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*stack(3)[0])
+        self.num_forwards = 0
+
+    def _run(self, x):
+        self.num_forwards += 1
+        return self.inner(x)
+
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_torchs_checkpoint_repeats_a_forward_once_and_w_stays_in_b(schedule):
+    layers, batch = [Block(), *stack(1)[0]], stack(1)[1]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        pipeline.train_batch(batch)  # the first batch has one more forward, which discovers messages
+        counts = [block.num_forwards for block in pipeline.modules() if isinstance(block, Block)]
+        pipeline.zero_grad()
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        counts += [block.num_forwards - counts[0] for block in pipeline.modules() if isinstance(block, Block)]
+        return {"counts": counts, **gradients_of(pipeline)}
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": [1]}
+    with pytest.warns(UserWarning, match="W stays in B inside torch.utils.checkpoint"):
+        parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
+    assert [part.pop("counts") for part in parts] == [[9, 8], []]
+    assert_equal(merged(parts), gradients_of(model))
+
+
 class Watched(nn.Module):
     """Hooks its input, and returns a view of it."""
 
@@ -342,7 +379,7 @@ def test_autocast_covers_forwards_alone():
         loss.backward()
         losses.append(loss.detach())
 
-    for checkpoint in (False, True):
+    for recomputes in (False, True):
 
         def train(pipeline):
             with torch.autocast("cpu", torch.bfloat16):
@@ -350,7 +387,7 @@ def test_autocast_covers_forwards_alone():
                 assert torch.equal(pipeline.train_batch(batch), sum(losses[1:], start=losses[0]))
             return gradients_of(pipeline)
 
-        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "checkpoint": checkpoint}
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "checkpoint": recomputes}
         assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
 
 

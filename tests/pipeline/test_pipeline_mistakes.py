@@ -20,6 +20,17 @@ class Nothing(nn.Module):
         return None
 
 
+class ScaledLoss(nn.Module):
+    """A loss with a parameter of its own, which no rank would train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output, target):
+        return nn.functional.mse_loss(output * self.scale, target)
+
+
 def broken() -> nn.Module:
     raise RuntimeError("no such\n  thing")
 
@@ -110,6 +121,16 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
         ),
         (
             4,
+            {"batch": range(4)},
+            "a batch is a pair (inputs, targets), or an iterator of such pairs, got range: give iter(...) of it",
+        ),
+        (
+            4,
+            {"batch": ((X, torch.tensor(2.0)), Y)},
+            "a tensor of the batch has no dimension to split: give a number, or an iterator of microbatches",
+        ),
+        (
+            4,
             {"batch": [(X, Y), (X, Y), ((X,), Y), (X, Y)]},
             "the inputs of microbatch 2 are (float32[8, 4],), those of microbatch 0 are float32[8, 4]: all "
             "microbatches of a step need the same structure and types",
@@ -123,6 +144,12 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
             4,
             {"loss_fn": lambda output, target: output.detach().sum()},
             "the loss depends on no parameter that requires a gradient",
+        ),
+        (
+            4,
+            {"loss_fn": ScaledLoss()},
+            "loss_fn uses a parameter of no layer of stage 1, the last: make the parameter and the part of the loss "
+            "that uses it a layer",
         ),
     ],
 )
@@ -138,7 +165,11 @@ def test_arguments_and_batches(num_layers, arguments, message):
             nn.Linear(3, 4),
             "layer 1 (Linear) failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 3x4)",
         ),
-        (lambda x: object(), "layer 1 (<lambda>), the last of stage 0: a object cannot be sent to the next stage"),
+        (
+            lambda x: object(),
+            "layer 1 (<lambda>), the last of stage 0: a object cannot pass between stages: give tensors, numbers, "
+            "strings or None, in tuples, lists and dicts",
+        ),
         (
             lambda x: (x, x.detach().to_sparse()),
             "layer 1 (<lambda>), the last of stage 0: a sparse_coo tensor cannot be sent to the next stage: return a "

@@ -187,6 +187,15 @@ def test_inputs_of_several_types_are_refused_before_the_step():
     )
 
 
+def test_a_constant_that_varies_is_named():
+    own = [lambda x: (x, x.shape[0]), lambda pair: pair[0] / pair[1], *(nn.Linear(WIDTH, WIDTH) for _ in range(2))]
+    [line] = lines_of(own, [pairs_of(2, 2, 3, 2)], num_ranks=2, schedule="zb-h1", partition=[1])
+    assert line == (
+        "microbatch 2: stage 0 sends (float32[3, 6], 3), but the next stage expects (float32[any], 2): numbers and "
+        "strings must be equal in all microbatches, so send a tensor"
+    )
+
+
 def test_shapes_that_the_inputs_do_not_show_need_the_keyword():
     own = [KeepPositive(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))]
     pairs = [(x.abs(), y) for x, y in pairs_of(9, 9, 9, 9)]

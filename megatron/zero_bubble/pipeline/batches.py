@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,8 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
             pairs.append(_inputs_and_targets(drawn, f"the iterator ended after {k} of {count} microbatches"))
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
+        if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor):
+            problem += ": give iter(...) of it"
         inputs, targets = _inputs_and_targets(batch, problem)
         lengths = sorted(
             {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
@@ -73,9 +75,12 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * count)
-        elif leaf.dim() == 0 or len(leaf) % count or not len(leaf):
-            size = len(leaf) if leaf.dim() else "no"
-            raise ValueError(f"a batch of {size} samples does not divide into {count} microbatches")
+        elif leaf.dim() == 0:
+            raise ValueError(
+                "a tensor of the batch has no dimension to split: give a number, or an iterator of microbatches"
+            )
+        elif len(leaf) % count or not len(leaf):
+            raise ValueError(f"a batch of {len(leaf)} samples does not divide into {count} microbatches")
         else:
             columns.append(list(leaf.chunk(count)))
     return [pytree.tree_unflatten([column[k] for column in columns], structure) for k in range(count)]

@@ -38,6 +38,8 @@ class ForwardState:
             buffers.clear()
             buffers.update(tensors)
         for tensor, value in self._values:
+            if tensor.shape != value.shape:  # a forward has resized the buffer in place
+                tensor.resize_(value.shape)
             tensor.copy_(value)
 
 

@@ -152,6 +152,8 @@ class LayerStage:
             problem = f"stage {stage} sends {output.spec}, but the next stage expects {expected}"
             if not self._shapes_vary and output.spec.has_form_of(expected, shapes_vary=True):
                 problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
+            elif output.spec.differs_in_constants_only(expected):
+                problem += ": numbers and strings must be equal in all microbatches, so send a tensor"
             raise ValueError(problem)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
         if (True, False) in needs and not self._is_checkpointed(chunk):
@@ -230,6 +232,11 @@ class LayerStage:
                 target = clone_tensors(self.microbatches.targets[0])
                 before = versions_of(target)
                 value = self._checked_loss(value, target)
+                if not own.issuperset(parameters_behind(value, seen)):
+                    raise ValueError(
+                        f"loss_fn uses a parameter of no layer of stage {stage}, the last: make the parameter and the "
+                        "part of the loss that uses it a layer"
+                    )
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
         try:

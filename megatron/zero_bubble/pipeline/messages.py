@@ -74,6 +74,14 @@ class MessageSpec:
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
+    def differs_in_constants_only(self, other: MessageSpec) -> bool:
+        """Tell whether the constants of two specs are their only difference, apart from shapes."""
+        ours, theirs = (
+            pytree.tree_map(lambda leaf: leaf if isinstance(leaf, AnySpec) else None, each.announced().template)
+            for each in (self, other)
+        )
+        return bool(ours == theirs)
+
     def __str__(self) -> str:
         return str(pytree.tree_map(_leaf_text, self.template))
 
@@ -103,7 +111,10 @@ class StageMessage:
         leaves = pytree.tree_leaves(value)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor | Constant):
-                raise ValueError(f"a {type(leaf).__name__} cannot be sent to the next stage")
+                raise ValueError(
+                    f"a {type(leaf).__name__} cannot pass between stages: give tensors, numbers, strings or None, in "
+                    "tuples, lists and dicts"
+                )
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ValueError(f"{value!r:.80} has no tensor to send to the next stage")

@@ -10,6 +10,7 @@ A module that implements `DefersWeightGradients` splits its backward into B and 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.nn.modules import activation
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -183,7 +185,8 @@ class _SplitLayer:
         has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
         # `torch.func.functional_call` replaces parameters, perhaps by tensors that are no leaves of the graph.
         are_leaves = all(each.is_leaf for each in parameters)
-        return self._is_split and are_leaves and not has_hooks and not torch._C._are_functorch_transforms_active()
+        is_plain = are_leaves and not has_hooks and not torch._C._are_functorch_transforms_active()
+        return self._is_split and is_plain and not _is_checkpointed_by_torch()
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -247,6 +250,23 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Any:
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _is_checkpointed_by_torch() -> bool:
+    """Whether `torch.utils.checkpoint` saves tensors of the running forward, with `use_reentrant=False`.
+
+    `torch.utils.checkpoint` repeats the forward in every backward that reads a saved tensor, so that the backwards of a
+    split layer, one in B and one in W, would each repeat the forward once more. The function warns that W stays in B.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if not hooks or hooks[0].__module__ != checkpoint.__module__:
+        return False
+    warnings.warn(
+        "W stays in B inside torch.utils.checkpoint(use_reentrant=False): give checkpoint=True to LayerSpec or "
+        "PipelineOptions instead",
+        stacklevel=2,
+    )
+    return True
 
 
 def _run_weight_backward(calls: list[tuple[GradientEdge, torch.Tensor]], parameters: Sequence[nn.Parameter]) -> None:
