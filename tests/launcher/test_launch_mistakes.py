@@ -120,7 +120,7 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         (
             {"schedule": "zb-v"},
             {"iterations_to_skip": [3]},
-            "a V placement (zb-v, v-half, v-min) does not work with --iterations-to-skip [3]: Megatron-LM skips "
+            "a V placement (zb-v, v-half, v-min) does not work with --iterations-to-skip 3: Megatron-LM skips "
             "iterations of one model chunk a rank; use a linear schedule",
         ),
         *(
@@ -148,6 +148,17 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it records the order of operations of "
             "megatron-core's own schedule",
         ),
+        (
+            {},
+            {"recompute_activations": True, "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True},
+            "--recompute-modules core_attn mlp does not work with --zero-bubble-schedule zb-h1: megatron-core's "
+            "backward of a recomputed MLP with biases never ends; leave mlp out, or add --disable-bias-linear",
+        ),
+        (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False},
+            None,
+        ),
         ({}, {"moe_expert_rank_capacity_factor": 1.5, "fp16": True, "logit_dtype": torch.float32}, None),
         ({"post_validation": True}, {"optimizer": "muon", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, None),
     ],
@@ -162,7 +173,7 @@ def test_settings_are_refused_before_megatron_lm_validates_them(
     def validate(args: Namespace) -> None:
         validated.append(args)
 
-    call = Call(validate, inspect.signature(validate).bind(script_arguments(add_bias_linear=False, **changed)))
+    call = Call(validate, inspect.signature(validate).bind(script_arguments(**{"add_bias_linear": False, **changed})))
     with pytest.raises(SessionError) if line else contextlib.nullcontext() as error:
         validate_arguments(flags, call)
     assert (error is None) == bool(validated)

@@ -69,8 +69,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         for name in ("zero_bubble_seed_by_layer", "hierarchical_sgd", "hierarchical_sgd_warmup"):
             if getattr(flags, name) and not flags.asks_for_schedule:
                 raise ValueError(
-                    f"{flag_name(name)} needs --zero-bubble or --zero-bubble-schedule, without which the script runs "
-                    "untouched"
+                    f"{flag_name(name)} needs --zero-bubble or --zero-bubble-schedule (1f1b, for megatron-core's "
+                    "order), without which the script runs untouched"
                 )
     wants_help = any(argument in ("-h", "--help") for argument in rest)
     for argument in rest:

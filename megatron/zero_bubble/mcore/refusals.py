@@ -57,7 +57,8 @@ def unsupported(settings: object, feature: Feature | None = None) -> Iterator[tu
 
 
 def _given(name: str, value: Any) -> str:
-    return flag_of_setting(name) + ("" if value is True else f" {value}")
+    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    return flag_of_setting(name) + ("" if value is True else f" {words}")
 
 
 def _explained(row: Refusal) -> str:

@@ -56,6 +56,14 @@ _ON = Condition(_is_on)
 _GIVEN = Condition(lambda value, settings: value is not None)
 _FINITE = Condition(lambda value, settings: value is not None and math.isfinite(value), "finite")
 _DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
+_MLP_WITH_BIASES = Condition(
+    lambda value, settings: (
+        "mlp" in (value or ())
+        and (getattr(settings, "recompute_activations", False) or settings.recompute_granularity == "selective")
+        and settings.add_bias_linear
+    ),
+    "`mlp` with biases",
+)
 _GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
 _DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
@@ -135,6 +143,12 @@ WITH_EVERY_SCHEDULE = (
         "it selects the recomputed microbatches by their place in megatron-core's own schedule",
         "--zero-bubble-recompute planned chooses the microbatches",
         when=_GIVEN,
+    ),
+    Refusal(
+        "recompute_modules",
+        "megatron-core's backward of a recomputed MLP with biases never ends",
+        "leave mlp out, or add --disable-bias-linear",
+        when=_MLP_WITH_BIASES,
     ),
     Refusal(
         "gtp_weight_remat_size expert_gtp_weight_remat_size",

@@ -143,8 +143,8 @@ class ZeroBubbleFlags:
     )
     zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
     zero_bubble_seed_by_layer: bool = flag(
-        "draw each layer's initial weights and dropout from the layer's own seed, whatever its rank; works without a "
-        "schedule",
+        "draw each layer's initial weights and dropout from the layer's own seed, whatever its rank; pretrain_gpt.py "
+        "takes it without a schedule, too",
         False,
     )
     zero_bubble_timeline: str | None = flag("folder for drawings and traces of every rank's operations")

@@ -112,7 +112,8 @@ def _interleaved(
     if 0 < last < num_ranks:
         raise ScheduleError(
             f"schedule {name}: {num_microbatches} microbatches in groups of {group_size} leave a last group of {last}, "
-            f"but a group needs at least {num_ranks}, one for every rank"
+            f"but a group needs at least {num_ranks}, one for every rank: give {num_microbatches - last} or "
+            f"{num_microbatches - last + num_ranks} microbatches"
         )
     forwards: list[Op] = []
     backwards: list[Op] = []
