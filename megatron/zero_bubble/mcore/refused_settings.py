@@ -56,13 +56,9 @@ _ON = Condition(_is_on)
 _GIVEN = Condition(lambda value, settings: value is not None)
 _FINITE = Condition(lambda value, settings: value is not None and math.isfinite(value), "finite")
 _DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
-_MLP_WITH_BIASES = Condition(
-    lambda value, settings: (
-        "mlp" in (value or ())
-        and (getattr(settings, "recompute_activations", False) or settings.recompute_granularity == "selective")
-        and settings.add_bias_linear
-    ),
+_MLP_WITH_BIASES = _on_and(
     "`mlp` with biases",
+    lambda it: it.recompute_granularity == "selective" and "mlp" in it.recompute_modules and it.add_bias_linear,
 )
 _GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
 _DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
@@ -145,9 +141,7 @@ WITH_EVERY_SCHEDULE = (
         when=_GIVEN,
     ),
     Refusal(
-        "recompute_modules",
-        "megatron-core's backward of a recomputed MLP with biases never ends",
-        "leave mlp out, or add --disable-bias-linear",
+        *("recompute_modules", "megatron-core hangs with biases", "leave mlp out, or add --disable-bias-linear"),
         when=_MLP_WITH_BIASES,
     ),
     Refusal(
