@@ -154,11 +154,7 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             "--recompute-modules core_attn mlp does not work with --zero-bubble-schedule zb-h1: megatron-core hangs "
             "with biases; leave mlp out, or add --disable-bias-linear",
         ),
-        (
-            {},
-            {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False},
-            None,
-        ),
+        ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}, None),
         ({}, {"moe_expert_rank_capacity_factor": 1.5, "fp16": True, "logit_dtype": torch.float32}, None),
         ({"post_validation": True}, {"optimizer": "muon", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, None),
     ],

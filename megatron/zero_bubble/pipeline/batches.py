@@ -46,7 +46,7 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
             pairs.append(_inputs_and_targets(drawn, f"the iterator ended after {k} of {count} microbatches"))
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
-        if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor):
+        if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping | str):
             problem += ": give iter(...) of it"
         inputs, targets = _inputs_and_targets(batch, problem)
         lengths = sorted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from operator import add
 
 from megatron.zero_bubble.planner.request import tolerance
@@ -93,6 +94,11 @@ class MemoryLimit:
             return self.num_bytes
         assert free_bytes is not None
         return free_bytes
+
+
+def in_peaks(ratio: float) -> str:
+    """Return text with a memory limit as a multiple of 1F1B's peak, rounded up to three decimals."""
+    return f"{ceil(ratio * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 
 def _positive(number: str, text: str) -> float:

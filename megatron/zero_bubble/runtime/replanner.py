@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
+from megatron.zero_bubble.planner.memory_limit import in_peaks
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
@@ -178,9 +179,7 @@ class Replanner:
             smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
             works = str(smallest)
             if given is not None and given.multiple is not None:
-                works += (
-                    f", or {math.ceil(1000 * given.multiple * smallest / limit_in_bytes) / 1000:g} times 1F1B's peak"
-                )
+                works += f", or {in_peaks(given.multiple * smallest / limit_in_bytes)}"
             raise Infeasible(
                 f"schedule {self._plan.name} does not fit in the memory limit of {limit_in_bytes:.0f} bytes: "
                 f"the smallest that works is {works}",

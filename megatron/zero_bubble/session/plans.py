@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit, in_peaks
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
@@ -249,7 +249,7 @@ def _multiple(flags: JobFlags, smallest: float) -> str:
     assert peak is not None
     if pending_backwards(flags.zero_bubble_memory_limit or "") is not None:
         return f"at least {math.ceil(smallest / peak * num_ranks - 1e-9)}"
-    return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
+    return f"at least {in_peaks(smallest / peak)}"
 
 
 def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
