@@ -108,6 +108,16 @@ def test_a_full_disk_under_the_log_of_numbers(tmp_path: Path) -> None:
     assert line == "--log-numerics /dev/full cannot be written: No space left on device"
 
 
+def test_a_full_disk_under_the_profile() -> None:
+    """Rank 0 alone writes the profile, after the measured iterations."""
+    measured = ("--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
+    result = run(2, PRETRAIN, *BASE, *measured, "--zero-bubble-profile-output", "/dev/full")
+    assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
+    lines = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
+    assert lines == ["--zero-bubble-profile-output /dev/full: cannot be written: No space left on device"]
+    assert result.returncode != 0
+
+
 def meet(rank: int, num_ranks: int, port: int) -> None:
     """Be the first of two ranks, which opens the port where they meet."""
     be_rank(rank, 2)

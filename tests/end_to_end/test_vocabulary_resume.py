@@ -33,6 +33,7 @@ CASES = [
         id="untied, bf16, post-validation",
     ),
     pytest.param(2, ("--zero-bubble-schedule", "zb-v"), id="in a V"),
+    pytest.param(2, (*ZB_2P, "--hybrid-layer-pattern", "*-*-", "--position-embedding-type", "rope"), id="hybrid"),
     pytest.param(
         4,
         (*ZB_2P, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),

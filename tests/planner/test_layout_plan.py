@@ -59,6 +59,14 @@ def test_layers_without_activations_are_refused_for_their_states() -> None:
     assert _refused(_model(4, state=10), 5, Recompute.NONE).smallest_limit == 20
 
 
+def test_the_states_of_one_rank_are_not_added_to_the_activations_of_another() -> None:
+    """The first rank has 102 of states and activations of 10 and 10; the second has 2 of states, and 40 and 40."""
+    model = _model(4, embedding_state=100, state=1, memory_f=10, memory_b=0, memory_w=-10)
+    first, second, *others = model.layers
+    larger = tuple(replace(layer, memory_f=40, memory_w=-40) for layer in others)
+    assert _refused(replace(model, layers=(first, second, *larger)), 50, Recompute.NONE).smallest_limit == 122
+
+
 def test_the_smallest_capacity_recomputes_in_as_many_groups_as_there_are_blocks() -> None:
     """Also on the rank with little state, which has room for fewer groups in the capacity that is refused."""
     sizes = {"memory_f": 16, "memory_b": -8, "memory_w": -8, "memory_r": 15, "num_blocks": 1, "time_r": 1}

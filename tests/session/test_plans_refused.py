@@ -52,6 +52,11 @@ def test_a_profile_of_the_same_run_is_planned_with(tmp_path: Path):
     assert checked({**PLANNED, "--zero-bubble-profile-input": file}).zero_bubble_profile_input == file
 
 
+def test_a_profile_of_the_same_layers_by_other_flags_is_planned_with(tmp_path: Path):
+    file = profile_of({"--pipeline-model-parallel-layout": "Ett|tt|tt|ttL"}, tmp_path / "profile.json")
+    assert checked({**PLANNED, **KEPT, "--zero-bubble-profile-input": file}).zero_bubble_profile_input == file
+
+
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [

@@ -52,7 +52,8 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path, text, p
         (tmp_path / TRACKER).write_text(text)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         latest_iteration(tmp_path)
-    assert str(error.value) == f"--load {tmp_path}: {problem}"
+    remedy = "write the iteration to load into latest_checkpointed_iteration.txt: 100"
+    assert str(error.value) == f"--load {tmp_path}: {problem}; {remedy}"
 
 
 def test_the_folder_of_one_iteration_is_not_the_folder_of_a_job(tmp_path):

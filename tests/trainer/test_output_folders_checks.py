@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.trainer.output_folders import check_output
 from tests.checked_flags import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
@@ -35,6 +37,13 @@ def refusal(name: str, value: Path) -> str:
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         checked({**PLANNED, name: str(value)})
     return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["--load", *FOLDERS, *FILES])
+def test_an_empty_name_as_of_an_unset_variable(name: str) -> None:
+    given = replace(checked(PLANNED), **{name.lstrip("-").replace("-", "_"): ""})
+    with pytest.raises(ValueError, match=f"^{name} '' names no place: give a path, or leave the flag out$"):
+        check_output(given)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

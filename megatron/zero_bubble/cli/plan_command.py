@@ -21,6 +21,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
@@ -166,7 +167,7 @@ def _run(argv: list[str]) -> None:
         raise ValueError(f"arguments {given}: {error}") from None
     usual = on_megatrons_split(request, chosen)
     document = {
-        "flags": flags_text(flags_of_layout(chosen.layout)),
+        "flags": _chosen_flags(chosen.layout),
         "memory_limit": request.capacity,
         "layouts": [plan_as_json(plan) for plan in (chosen, *chosen.others)],
         flags.usual_name.replace("'", "").replace(" ", "_").lower(): [plan_as_json(plan) for plan in usual],
@@ -181,7 +182,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         ValueError: the file of costs cannot be read, or the layers do not divide as the flags demand.
     """
     with reading("--costs", flags.costs):
-        model = units_from_json(flags.costs.read_text(encoding="utf-8"))
+        model = units_from_json(flags.costs.read_text(encoding="utf-8-sig"))
     # Pairs of F and B work neither with recomputation nor with vocabulary shards, whose flags exclude pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)
@@ -207,6 +208,12 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     return replace(request, capacity=limit.num_bytes)
 
 
+def _chosen_flags(layout: Layout) -> str:
+    """The flags of a job that runs the layout."""
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return flags_text({**flags_of_layout(layout), **(recomputed if layout.recompute is Recompute.FULL else {})})
+
+
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return the layout, time and memory of a plan as JSON; memory is given for each rank, with model states."""
     layout, timeline = plan.layout, plan.timeline
@@ -220,7 +227,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "time": float(plan.time),
         "bubble": float(timeline.bubble_rate),
         "idle": float(timeline.idle.total),
-        "memory": [state + peak for state, peak in zip(plan.states, timeline.peak_memory, strict=True)],
+        "memory": list(map(add, plan.states, plan.activations or timeline.peak_memory)),
     }
 
 
@@ -237,6 +244,6 @@ def _as_text(request: PlanRequest, chosen: Plan, usual: Sequence[Plan], flags: P
     lines = [f"memory limit of a rank, states included: {limit}"]
     if usual:
         lines.append(f"as fast as, on {flags.usual_name}: {gain_words(chosen, usual)}")
-    lines.append(f"flags: {flags_text(flags_of_layout(chosen.layout))}")
+    lines.append(f"flags: {_chosen_flags(chosen.layout)}")
     rows = named_plans(chosen, usual, flags.usual_name)
     return table_of(columns, rows, markdown=flags.markdown) + "\n".join(lines) + "\n"

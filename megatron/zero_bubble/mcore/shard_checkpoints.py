@@ -1,15 +1,18 @@
-"""Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
+"""Lets megatron-core save and load parameters and optimizer state that replicas share.
 
-megatron-core saves each replica's rows of a parameter as a part of the whole parameter, under the name that the
-parameter has without sharding. Any number of replicas, sharded or not, can load a checkpoint of sharded replicas. This
-module corrects three steps of saving and loading: the matching of the optimizer's state to the parameters, the places
-of rows of gated layers, and the conversion of loaded tensors to shards.
+If torch's FSDP2 shards a model, megatron-core saves each replica's rows of a parameter as a part of the whole
+parameter, under the name that the parameter has without sharding. Any number of replicas, sharded or not, can load a
+checkpoint of sharded replicas. This module corrects three steps of saving and loading with FSDP2: the matching of the
+optimizer's state to the parameters, the places of rows of gated layers, and the conversion of loaded tensors to shards.
+With the distributed optimizer, it corrects the places of parameters in the gathered state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,12 +38,33 @@ def sharded_optimizer_state(
     of biases in a stage without layers, would change the positions of the other groups.
     """
     # megatron-core matches parameters by the ids of local tensors, but `to_local` creates a new tensor in each call.
-    with replaced(matching, "to_local_if_dtensor", _local_tensor):
+    with replaced(matching, "to_local_if_dtensor", _local_tensor), _places_in_gathered_state(optimizer):
         state: dict[str, Any] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     for part in (state, *state.values()):
         if isinstance(part, dict) and FP32_COPIES in part:
             part[FP32_COPIES] = {group: copies for group, copies in enumerate(part[FP32_COPIES]) if copies}
     return state
+
+
+@contextmanager
+def _places_in_gathered_state(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Give megatron-core the places of parameters in the distributed optimizer's gathered state.
+
+    megatron-core gathers the state of a buffer without the padding after each bucket. Up to version 0.19 it then reads
+    the state of a parameter at the parameter's place in the buffer, which counts the padding. Later versions subtract
+    the padding before the parameter's bucket, which is 0 for the bucket that is given here.
+    """
+    with ExitStack() as places:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for buffer in getattr(part, "buffers", ()):  # only distributed optimizers have buffers
+                paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
+                before = list(accumulate(paddings, initial=0))
+                unpadded = {
+                    parameter: (start - before[bucket], end - before[bucket], 0)
+                    for parameter, (start, end, bucket) in buffer.param_index_map.items()
+                }
+                places.enter_context(replaced(buffer, "param_index_map", unpadded))
+        yield
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:

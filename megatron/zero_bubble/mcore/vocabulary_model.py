@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -133,6 +134,16 @@ class HiddenOutput(torch.nn.Module):
         """Stand in for `compute_language_model_loss(labels, logits)`."""
         self.loss_inputs = hidden, labels
         return hidden
+
+
+class HiddenOutputWithState(HiddenOutput):
+    """A `HiddenOutput` with the empty extra state that an output layer has in the checkpoints of hybrid models."""
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: None) -> None:
+        """Do nothing: the extra state is empty."""
 
 
 Replacement = TypeVar("Replacement", SummedEmbedding, HiddenOutput)
@@ -268,7 +279,8 @@ def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
     if first is not None:
         first.embedding.word_embeddings = SummedEmbedding(first.embedding.word_embeddings)
     if last is not None:
-        last.output_layer = HiddenOutput()
+        # `GPTModel` leaves the output layer's extra state out of checkpoints.
+        last.output_layer = HiddenOutput() if isinstance(last, GPTModel) else HiddenOutputWithState()
         last.compute_language_model_loss = last.output_layer.keep
         # The model's own `sharded_state_dict` needs an output layer with a weight.
         last.sharded_state_dict = MethodType(MegatronModule.sharded_state_dict, last)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
-OFFLOAD_PARTS = 4
+OFFLOAD_PARTS = 8
 """Divisor of the request's effort in the search for schedules that copy activations to the host."""
 
 
@@ -204,4 +204,5 @@ def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]
                 f"on rank {rank} schedule {schedule.name} needs {peak:g} of memory, above the limit of {limit:g}; "
                 f"{max(peaks):g} is enough for every rank",
                 max(peaks),
+                peaks,
             )

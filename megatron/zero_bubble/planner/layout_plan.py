@@ -101,14 +101,14 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the memory capacity.
 
-    To find the memory that the activations need, the function plans the layout with almost no memory, and reads
-    `smallest_limit` of the resulting error.
+    To find the memory that the activations of each rank need, the function plans the layout with almost no memory, and
+    reads the smallest limits in the resulting error.
     """
     enough = max(states)
     try:
         schedule_of(replace(fixed.within((SMALLEST,) * fixed.num_ranks), offloads=False))
     except Infeasible as error:
-        enough += error.smallest_limit
+        enough = max(map(add, states, error.of_ranks or (error.smallest_limit,) * fixed.num_ranks))
     return Infeasible(
         f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
         f"{enough:g} is enough for every rank",

@@ -50,11 +50,11 @@ def _budget_of(problem: Problem) -> int:
 
     The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders. If the
     budget of the problem is zero, the search gets the budget for `QUICK_CANDIDATES` candidate orders. For a long
-    problem (see `Problem.is_long`), the search gets half of the budget of the problem, but at least the budget for a
+    problem (see `Problem.is_long`), the search gets a quarter of the budget of the problem, but at least that for a
     quarter of `LEAST_CANDIDATES` candidate orders.
     """
     if problem.is_long:
-        return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
+        return max(problem.budget // 4, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
 
 

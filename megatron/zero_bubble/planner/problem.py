@@ -100,6 +100,7 @@ class Problem:
                     f"rank {rank} needs at least {needed:g} of memory, above the limit of {limit:g}; "
                     f"{smallest:g} is enough for every rank",
                     smallest,
+                    self.smallest_limits,
                 )
 
     @property

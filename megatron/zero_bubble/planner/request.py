@@ -14,8 +14,8 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
-EFFORT = 300_000
-"""Default effort, in planned operations over all candidate schedules; a search with it takes about a second."""
+EFFORT = 600_000
+"""Default effort, in planned operations over all candidate schedules; a search with it takes one to two seconds."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 DRAFT_EFFORT = 10_000
@@ -209,7 +209,10 @@ class PlanRequest:
         }
         for other, is_asked_for in others.items():
             if self.pairs and is_asked_for:
-                raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {other}")
+                raise ScheduleError(
+                    f"schedule {name}: pairs of a forward and a backward do not work with {other}: leave out {other}, "
+                    "or the times of token exchanges"
+                )
         if self.recompute is Recompute.FULL and self.offloads:
             raise ScheduleError(
                 f"schedule {name}: full recomputation leaves no activations to copy to the host: choose planned "

@@ -40,7 +40,7 @@ class Extent:
 
 
 # `worth_moving` is large because moving one layer off the fullest rank helps much when memory is short.
-_OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
+_OF_SMALL = Extent(((12, 20), (3, 4)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
 
 
 def extent_of(request: PlanRequest) -> Extent:
@@ -50,7 +50,7 @@ def extent_of(request: PlanRequest) -> Extent:
         return _OF_SMALL
     if request.effort <= QUICK_EFFORT:
         return Extent(((3, 5), (1, 1)))
-    return Extent(((3, 5), (1, 2)) if num_operations < _LARGE else ((3, 3),))
+    return Extent(((3, 10), (1, 4)) if num_operations < _LARGE else ((3, 6),))
 
 
 def most_moves(request: PlanRequest, placement: Placement) -> int:

@@ -28,12 +28,17 @@ class Deadlock(InvalidSchedule):
 
 
 class Infeasible(ScheduleError):
-    """No schedule fits in the memory limit; `smallest_limit` is the smallest memory limit in which a schedule fits."""
+    """No schedule fits in the memory limit; `smallest_limit` is the smallest memory limit in which a schedule fits.
 
-    def __init__(self, message: str, smallest_limit: float) -> None:
-        # Pickling, with which errors are sent to other ranks, keeps only `args`. Therefore `args` contains the limit.
-        super().__init__(message, smallest_limit)
+    Attributes:
+        of_ranks: rank -> smallest memory limit of this rank; empty if only `smallest_limit` is known.
+    """
+
+    def __init__(self, message: str, smallest_limit: float, of_ranks: tuple[float, ...] = ()) -> None:
+        # Pickling, with which errors are sent to other ranks, keeps only `args`. Therefore `args` contains the limits.
+        super().__init__(message, smallest_limit, of_ranks)
         self.smallest_limit = smallest_limit
+        self.of_ranks = of_ranks
 
     def __str__(self) -> str:
         return str(self.args[0])

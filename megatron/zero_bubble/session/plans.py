@@ -262,6 +262,6 @@ def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
 
 def _read(path: Path) -> Schedule:
     try:
-        return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
+        return schedule_from_text(path.read_text(encoding="utf-8-sig"), name=path.stem)
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot be read: {error}") from None

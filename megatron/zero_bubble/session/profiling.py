@@ -14,7 +14,10 @@ from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
+from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags
+from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
+from megatron.zero_bubble.session.start_up import SessionError
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
@@ -48,7 +51,11 @@ def planning_options(
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not knows_costs:
         with _as_mistake_in_profile(flags):
-            profile.check_fits(placement, flags.model, flags.recompute)
+            model = dict(flags.model)
+            if profile.placement == placement and partition_of_profile(profile) == partition_of_flags(flags, placement):
+                for name in ("pipeline_model_parallel_layout", *WITHOUT_PARTITION):
+                    model.pop(name, None)  # different flags can give the stages the same layers
+            profile.check_fits(placement, model, flags.recompute)
     if profile is None:
         _check_measured(flags, window, None if knows_costs else limit)
         if window is None:
@@ -117,7 +124,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
     if flags.zero_bubble_profile_input is None:
         return None
     with _as_mistake_in_profile(flags):
-        profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8"))
+        profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8-sig"))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
     return profile
@@ -132,11 +139,15 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
 
 
 def report_plan(flags: JobFlags, report: Report) -> None:
-    """On rank 0, print a description of a plan, and write the plan's profile if the flags name an output file."""
+    """On rank 0, print a description of a plan, and write the plan's profile if the flags name an output file.
+
+    Raises:
+        SessionError: the file cannot be written.
+    """
     print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:
         try:
             write_file(output, profile_to_json(report.prediction.profile))
         except OSError as error:
-            raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
+            raise SessionError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error

@@ -53,16 +53,27 @@ def latest_iteration(root: str | Path) -> int:
     if not (Path(root) / TRACKER).is_file():
         is_inside = (Path(root).parent / TRACKER).is_file()
         remedy = f"; give {Path(root).parent}, whose {TRACKER} names the iteration to load" if is_inside else ""
-        raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing){remedy}")
-    text = tracked(root)
+        raise ValueError(
+            f"--load {root}: no checkpoint there ({TRACKER} is missing){remedy}{_complete_iterations(root)}"
+        )
+    text, problem = tracked(root), ""
+    folder = checkpoint_folder(root, int(text) if text.isdecimal() else 0)
     if not text.isdecimal():
-        raise ValueError(f"--load {root}: {TRACKER} says {text!r}, which is not an iteration")
-    folder = checkpoint_folder(root, int(text))
-    if not folder.is_dir():
-        raise ValueError(f"--load {root}: {folder.name}, which {TRACKER} names, is missing")
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"--load {root}: {folder.name}, which {TRACKER} names, is incomplete: {CONFIG} is missing")
+        problem = f"{TRACKER} says {text!r}, which is not an iteration"
+    elif not folder.is_dir():
+        problem = f"{folder.name}, which {TRACKER} names, is missing"
+    elif not (folder / CONFIG).is_file():
+        problem = f"{folder.name}, which {TRACKER} names, is incomplete: {CONFIG} is missing"
+    if problem:
+        raise ValueError(f"--load {root}: {problem}{_complete_iterations(root)}")
     return int(text)
+
+
+def _complete_iterations(root: str | Path) -> str:
+    """Text with the iterations of the complete checkpoints under `root`; empty if there are none."""
+    names = sorted(file.parent.name.removeprefix("iter_") for file in Path(root).glob(f"iter_*/{CONFIG}"))
+    iterations = ", ".join(str(int(name)) for name in names if name.isdecimal())
+    return f"; write the iteration to load into {TRACKER}: {iterations}" if iterations else ""
 
 
 def check_config(folder: Path) -> None:

@@ -58,7 +58,11 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
         pairs = {name: (getattr(args, name), getattr(saved, name, getattr(args, name))) for name in _MODEL_COMPUTATION}
         different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
     for name, (ours, theirs) in different.items():
-        raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+        flag, checkpoint = flag_name(name), f"the checkpoint in --load {args.load}"
+        if isinstance(ours, bool):
+            saved_with, change = ("with", "give") if theirs else ("without", "leave out")
+            raise ValueError(f"{checkpoint} was saved {saved_with} {flag}: {change} this flag")
+        raise ValueError(f"{flag} {ours}: {checkpoint} was saved with {theirs}")
     saved_rows = getattr(saved, "padded_vocab_size", args.padded_vocab_size)
     if args.padded_vocab_size == saved_rows:
         return

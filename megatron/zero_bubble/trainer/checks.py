@@ -157,10 +157,11 @@ def _check_model(args: Arguments) -> None:
             f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
             f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}"
         )
-    if args.save and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
+    folders = {name: folder for name in ("save", "load") if (folder := getattr(args, name)) is not None}
+    if folders and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
         raise ValueError(
-            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: the "
-            "first and the last stage learn separate positions, but a checkpoint holds only one of both"
+            f"{flags_text(folders)} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: "
+            "the first and the last stage learn separate positions, but a checkpoint holds only one of both"
         )
     if args.attention_backend == "local" and args.transformer_impl != "local":
         raise ValueError(

@@ -15,11 +15,14 @@ _FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_
 
 
 def check_output(args: Arguments) -> None:
-    """Check the flags that name output files and folders, and whether these files and folders can be written.
+    """Check the flags that name files and folders, and whether the output files and folders can be written.
 
     Raises:
         ValueError: flags contradict each other, a package is missing, or a file or folder cannot be written.
     """
+    for name in ("load", *_FOLDERS, *_FILES):
+        if getattr(args, name) == "":
+            raise ValueError(f"{flag_name(name)} '' names no place: give a path, or leave the flag out")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"

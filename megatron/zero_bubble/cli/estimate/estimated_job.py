@@ -58,7 +58,7 @@ class EstimatedJob:
         profile = None
         if flags.profile is not None:
             with reading("--profile", flags.profile):
-                profile = profile_from_json(flags.profile.read_text(encoding="utf-8"))
+                profile = profile_from_json(flags.profile.read_text(encoding="utf-8-sig"))
         given = _completed(flags.training_flags, profile)
         with ExitStack() as stack:
             stack.callback(substitute_cuda().restore)

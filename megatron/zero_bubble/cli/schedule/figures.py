@@ -255,7 +255,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
     """Return M_B in bytes if --costs is a profile, which has memory in bytes; otherwise None."""
-    if flags.costs is None or not is_profile(flags.costs.read_text(encoding="utf-8")):
+    if flags.costs is None or not is_profile(flags.costs.read_text(encoding="utf-8-sig")):
         return None
     costs = read_costs(flags.costs)
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
@@ -263,7 +263,7 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
 
 def read_costs(path: Path) -> StageCosts:
     with reading("--costs", path):
-        return costs_from_text(path.read_text(encoding="utf-8"))
+        return costs_from_text(path.read_text(encoding="utf-8-sig"))
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:

@@ -88,7 +88,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
     """
     if flags.input is not None:
         with reading("--input", flags.input):
-            return schedule_from_text(flags.input.read_text(encoding="utf-8"), name=flags.input.stem), 0.0
+            return schedule_from_text(flags.input.read_text(encoding="utf-8-sig"), name=flags.input.stem), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
     return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, **options)

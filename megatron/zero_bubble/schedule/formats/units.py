@@ -98,7 +98,7 @@ def _check_entries(
 def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or abs(value) > _LARGEST:
-        raise ScheduleError(f"{name} must be a number, got {json.dumps(value)[:40]}")
+        raise ScheduleError(f"{name} must be a number of at most {_LARGEST:g}, got {json.dumps(value)[:40]}")
     if value < 0 and not may_be_negative:
         raise ScheduleError(f"{name} must not be negative, got {value}")
     return float(value)
