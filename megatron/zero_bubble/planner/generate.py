@@ -200,9 +200,4 @@ def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]
     peaks = peak_memory(schedule, costs)
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):
-            raise Infeasible(
-                f"on rank {rank} schedule {schedule.name} needs {peak:g} of memory, above the limit of {limit:g}; "
-                f"{max(peaks):g} is enough for every rank",
-                max(peaks),
-                peaks,
-            )
+            raise Infeasible.beyond(f"on rank {rank} schedule {schedule.name} needs", peak, limit, peaks)

@@ -95,13 +95,7 @@ class Problem:
         """Raise `Infeasible` if no schedule with separate B and W fits in the memory limits."""
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
-                smallest = max(self.smallest_limits)
-                raise Infeasible(
-                    f"rank {rank} needs at least {needed:g} of memory, above the limit of {limit:g}; "
-                    f"{smallest:g} is enough for every rank",
-                    smallest,
-                    self.smallest_limits,
-                )
+                raise Infeasible.beyond(f"rank {rank} needs at least", needed, limit, self.smallest_limits)
 
     @property
     def is_long(self) -> bool:
