@@ -31,6 +31,12 @@ def test_help_names_every_command_with_an_example(capsys):
         assert page.count(f"\n  zero-bubble {name}") == 1
 
 
+def test_the_version_is_the_version_of_the_project(capsys):
+    assert main(["--version"]) == 0
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert capsys.readouterr().out == f"megatron-zero-bubble {version}\n"
+
+
 @pytest.mark.parametrize("command", ["plan", "estimate", "benchmark", "check", "playground", "schedule compare"])
 def test_help_shows_defaults_as_they_are_written_on_a_command_line(command, capsys):
     with suppress(SystemExit):

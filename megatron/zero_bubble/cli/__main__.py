@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 
 _COMMANDS = {
     "schedule": "make, simulate, compare, validate and draw pipeline schedules",
@@ -32,8 +32,8 @@ examples:
   zero-bubble check
   zero-bubble playground
 
-`zero-bubble COMMAND --help` lists the flags of a command. Trainings start with
-`torchrun ... -m megatron.zero_bubble SCRIPT` (your Megatron-LM) or `torchrun ... pretrain_gpt.py` (from a clone).
+`zero-bubble COMMAND --help` lists the flags of a command; `zero-bubble --version` prints the version. Trainings start
+with `torchrun ... -m megatron.zero_bubble SCRIPT` (your Megatron-LM) or `torchrun ... pretrain_gpt.py` (from a clone).
 """
 
 
@@ -44,11 +44,12 @@ def main(argv: list[str] | None = None) -> int:
         print(_HELP, end="", file=sys.stderr)
         return 2
     try:
-        if words[0] in ("-h", "--help"):
+        if words[0] in ("-h", "--help", "--version"):
             from megatron.zero_bubble.cli.invocation import run_command
             from megatron.zero_bubble.cli.output import deliver
 
-            return run_command("zero-bubble", lambda: deliver(_HELP, None))
+            text = f"{_version()}\n" if words[0] == "--version" else _HELP
+            return run_command("zero-bubble", lambda: deliver(text, None))
         if words[0] in _COMMANDS:
             # Only this command is imported: `schedule` then loads in a tenth of a second, because it needs no torch.
             return int(import_module(f"megatron.zero_bubble.cli.{words[0]}_command").main(words[1:]))
@@ -56,6 +57,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
     return 2
+
+
+def _version() -> str:
+    """The name of the installed package and its version."""
+    package = "megatron-zero-bubble"
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed: this is a clone"
 
 
 if __name__ == "__main__":
