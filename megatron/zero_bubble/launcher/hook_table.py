@@ -167,7 +167,7 @@ class ScriptHooks:
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
-            "megatron.training.checkpointing:load_args_from_checkpoint(args)",
+            "megatron.training.checkpointing:load_args_from_checkpoint(args, load_arg)",
             "reads a checkpoint's arguments, which include the layout chosen for the saved job",
         )
         yield Needed(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-import io
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.script_checkpoint import given_checkpoint, other_format, saved_arguments
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
     chunks_asked,
@@ -27,7 +24,6 @@ from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_setti
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
-from megatron.zero_bubble.runtime.joint import jointly
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers, to_layout
@@ -41,8 +37,6 @@ _KEEPS_MEGATRONS = (
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
 """Script arguments with which megatron-core cannot build the model from a pipeline layout."""
-_RESHARDED = "torch_dist"
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
@@ -158,20 +152,10 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
     """Return the layout to restore from the script's checkpoint, or None if the checkpoint has no fitting layout."""
-    load = getattr(script, "load", None)
-    if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
+    if given_checkpoint(script) != "load" or getattr(script, "finetune", False):
         return None
-
-    def read() -> ChosenLayout | None:
-        from megatron.training.checkpointing import load_args_from_checkpoint
-
-        # A collective call, which changes the given arguments in place. If the checkpoint has arguments, the
-        # result is a pair of the given arguments and the checkpoint's arguments.
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = load_args_from_checkpoint(copy.copy(script))
-        return saved_choice(result[1], job.flags) if isinstance(result, tuple) else None
-
-    return jointly(read)
+    saved = saved_arguments(script, "load")
+    return None if saved is None else saved_choice(saved, job.flags)
 
 
 def _reason_to_keep(script: Namespace) -> str | None:
@@ -180,10 +164,9 @@ def _reason_to_keep(script: Namespace) -> str | None:
         return "the run only evaluates"
     if (name := _other_source(script)) is not None:
         return f"with {flag_name(name)} no other layout is known to work"
-    for name in ("load", "pretrained_checkpoint"):
-        folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
-        if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
-            return f"the checkpoint in {flag_name(name)} {folder} fits no other layout with --ckpt-format {kind}"
+    if (name := given_checkpoint(script)) is not None and (kind := other_format(script, name)) is not None:
+        given = f"{flag_name(name)} {getattr(script, name)}"
+        return f"the checkpoint in {given} has the format {kind}, which fits no other layout"
     return None
 
 
