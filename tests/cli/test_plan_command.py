@@ -128,6 +128,21 @@ def test_the_table_ends_with_the_flags(costs, capsys):
     assert flags.startswith("flags: --pipeline-model-parallel-layout 'E")
 
 
+def test_full_recomputation_is_among_the_flags_and_in_the_memory_of_megatrons_split(costs, capsys):
+    flags = ["--costs", costs, *SIZE, "--placement", "linear", "--recompute", "full"]
+    found = planned(capsys, *flags)
+    assert found["flags"].endswith(" --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert main(flags) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Megatron's split, 1f1b ")]
+    assert float(row.split()[-1]) == pytest.approx(max(found["megatrons_split"][1]["memory"]), rel=1e-5)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(costs, capsys):
+    expected = planned(capsys, "--costs", costs, *SIZE)
+    Path(costs).write_text(Path(costs).read_text(), encoding="utf-8-sig")
+    assert planned(capsys, "--costs", costs, *SIZE) == expected
+
+
 def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
     monkeypatch.setattr("megatron.zero_bubble.session.progress_lines.SILENT_SECONDS", 0.0)
     planned_again = main(["--costs", costs, *SIZE])

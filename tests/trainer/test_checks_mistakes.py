@@ -53,6 +53,11 @@ MISTAKES = {
         "--save FOLDER with --mtp-num-layers 1 needs --position-embedding-type rope: the first and the last stage "
         "learn separate positions, but a checkpoint holds only one of both",
     ),
+    "learned positions of two stages from one checkpoint": (
+        {"--load": "FOLDER", "--mtp-num-layers": "1", "--pipeline-model-parallel-size": "2"},
+        "--load FOLDER with --mtp-num-layers 1 needs --position-embedding-type rope: the first and the last stage "
+        "learn separate positions, but a checkpoint holds only one of both",
+    ),
     "heads do not divide the width": (
         {"--hidden-size": "66"},
         "--hidden-size 66 is not a multiple of --num-attention-heads 4",
