@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
-OFFLOAD_PARTS = 8
+OFFLOAD_PARTS = 4
 """Divisor of the request's effort in the search for schedules that copy activations to the host."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.planner.request import QUICK_EFFORT, PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
@@ -41,13 +41,14 @@ class Extent:
 
 # `worth_moving` is large because moving one layer off the fullest rank helps much when memory is short.
 _OF_SMALL = Extent(((12, 20), (3, 4)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
+_QUICK_OF_SMALL = replace(_OF_SMALL, rounds=((12, 10), (3, 2)))
 
 
 def extent_of(request: PlanRequest) -> Extent:
     """The numbers of layouts that a search plans for a request; fewer layouts are planned for larger problems."""
     num_operations = 6 * request.num_ranks * request.num_microbatches
     if num_operations <= _SMALL:
-        return _OF_SMALL
+        return _QUICK_OF_SMALL if request.effort <= QUICK_EFFORT else _OF_SMALL
     if request.effort <= QUICK_EFFORT:
         return Extent(((3, 5), (1, 1)))
     return Extent(((3, 10), (1, 4)) if num_operations < _LARGE else ((3, 6),))
