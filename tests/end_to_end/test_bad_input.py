@@ -105,7 +105,7 @@ def test_a_full_disk_under_the_log_of_numbers(tmp_path: Path) -> None:
     full = [*BASE, "--log-numerics", "/dev/full", Refused()]
     printed = run_trainings(2, {"full": full}, tmp_path, unlogged=["full"])["full"]
     (line,) = re.findall(r"^ended: (.*)", printed, flags=re.MULTILINE)
-    assert line == "--log-numerics /dev/full cannot be written: No space left on device"
+    assert line == "--log-numerics /dev/full: cannot be written: No space left on device"
 
 
 def test_a_full_disk_under_the_profile() -> None:

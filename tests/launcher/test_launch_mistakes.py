@@ -183,7 +183,7 @@ def test_chunks_of_a_script_that_builds_one_are_refused() -> None:
     session = mock.Mock(job=mock.Mock(flags=flags_of(settings, LaunchFlags())))
     setup = {"model_provider_func": lambda pre_process, post_process: None}
     with pytest.raises(SessionError, match=r"^--num-virtual-stages-per-pipeline-rank 2: .* no parameter vp_stage"):
-        settle_layout(settings, session, mock.Mock(), setup)
+        settle_layout(settings, None, session, mock.Mock(), setup)
 
 
 def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from megatron.zero_bubble.launcher import script_checkpoint
-from megatron.zero_bubble.launcher.script_checkpoint import check_chunks_of_checkpoint, given_checkpoint, other_format
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
 from megatron.zero_bubble.session.start_up import SessionError
 
 
@@ -25,46 +26,67 @@ def with_shards(folder: Path) -> Path:
     return folder
 
 
+def checkpoint_of(folder: Path, **settings: object) -> ScriptCheckpoint:
+    """The checkpoint of a script with `--load folder`."""
+    given = ScriptCheckpoint.of(Namespace(**{"load": str(folder), "ckpt_format": "torch", **settings}))
+    assert given is not None
+    return given
+
+
 def test_a_pretrained_checkpoint_is_loaded_if_load_has_none(folder: Path, tmp_path: Path) -> None:
     script = Namespace(load=str(tmp_path / "new"), pretrained_checkpoint=str(folder))
-    assert given_checkpoint(script) == "pretrained_checkpoint"
-    assert given_checkpoint(Namespace(load=str(folder), pretrained_checkpoint=str(folder))) == "load"
-    assert given_checkpoint(Namespace(load=None)) is None
+    pretrained = ScriptCheckpoint.of(script)
+    assert str(pretrained) == f"--pretrained-checkpoint {folder}"
+    assert not pretrained.is_continued
+    assert str(checkpoint_of(folder, pretrained_checkpoint=str(folder))) == f"--load {folder}"
+    assert ScriptCheckpoint.of(Namespace(load=None)) is None
+
+
+def test_a_script_that_fine_tunes_does_not_continue_the_checkpoint(folder: Path) -> None:
+    assert checkpoint_of(folder).is_continued
+    assert not checkpoint_of(folder, finetune=True).is_continued
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
 def test_the_files_tell_the_format(folder: Path, kind: str) -> None:
-    script = Namespace(load=str(folder), ckpt_format=kind, ckpt_step=None)
-    assert other_format(script, "load") == "torch"
+    checkpoint = checkpoint_of(folder, ckpt_format=kind, ckpt_step=None)
+    assert checkpoint.other_format == "torch"
     with_shards(folder)
-    assert other_format(script, "load") is None
+    assert checkpoint.other_format is None
     (folder / "iter_0000002").mkdir()
-    assert other_format(Namespace(**{**vars(script), "ckpt_step": 2}), "load") == "torch"
+    assert checkpoint_of(folder, ckpt_format=kind, ckpt_step=2).other_format == "torch"
 
 
-def saved_with(monkeypatch: pytest.MonkeyPatch, num_chunks: int | None) -> None:
-    saved = Namespace(virtual_pipeline_model_parallel_size=num_chunks)
-    monkeypatch.setattr(script_checkpoint, "saved_arguments", lambda script, name: saved)
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Megatron-LM's function that reads a checkpoint's arguments."""
+    reads = mock.Mock()
+    training = mock.Mock(load_args_from_checkpoint=reads)
+    monkeypatch.setitem(sys.modules, "megatron.training", mock.Mock(checkpointing=training))
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", training)
+    return reads
 
 
 @pytest.mark.parametrize(("was", "now"), [(None, 2), (2, 1), (2, 4)])
-def test_another_number_of_chunks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, was: int | None, now: int
-) -> None:
-    """Megatron-LM would leave the further chunks with their initial weights."""
-    saved_with(monkeypatch, was)
-    script = Namespace(load=str(folder), ckpt_format="torch")
-    check_chunks_of_checkpoint(script, was or 1)
+def test_another_number_of_chunks_is_refused(reads: mock.Mock, folder: Path, was: int | None, now: int) -> None:
+    """Megatron-LM would leave the further chunks with their initial weights. The file is read once."""
+    saved = Namespace(virtual_pipeline_model_parallel_size=was)
+    reads.side_effect = lambda script, load_arg: (script, saved)
+    checkpoint = checkpoint_of(folder)
+    checkpoint.check_chunks(was or 1)
     with pytest.raises(SessionError, match=r"^[^\n]+$") as error:
-        check_chunks_of_checkpoint(script, now)
+        checkpoint.check_chunks(now)
     assert str(error.value).startswith(
         f"--load {folder}: the checkpoint of format torch has {was or 1} chunks a rank, and this job has {now}: choose "
     )
+    reads.assert_called_once()
 
 
-def test_sharded_checkpoints_and_jobs_without_a_checkpoint_are_not_read(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    monkeypatch.setattr(script_checkpoint, "saved_arguments", None)
-    check_chunks_of_checkpoint(Namespace(load=None), 2)
-    check_chunks_of_checkpoint(Namespace(load=str(with_shards(folder)), ckpt_format="torch_dist"), 2)
+def test_a_checkpoint_without_arguments_is_loaded(reads: mock.Mock, folder: Path) -> None:
+    reads.side_effect = lambda script, load_arg: script
+    checkpoint_of(folder).check_chunks(2)
+
+
+def test_sharded_checkpoints_are_not_read(reads: mock.Mock, folder: Path) -> None:
+    checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_chunks(2)
+    reads.assert_not_called()

@@ -28,7 +28,7 @@ def test_fewer_layouts_are_planned_in_larger_problems():
 
 
 def test_a_quick_search_plans_the_best_layout_with_all_its_effort():
-    assert extent_of(request(8, 100, QUICK_EFFORT)).rounds[-1] == (1, 1)
+    assert extent_of(request(8, 100, QUICK_EFFORT)).rounds[-1] == (1, QUICK_EFFORT)
 
 
 @pytest.mark.parametrize(("m", "moves"), [(8, 6), (200, 4), (10_000, 1)])

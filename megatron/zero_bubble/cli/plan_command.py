@@ -36,6 +36,7 @@ from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
@@ -182,7 +183,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         ValueError: the file of costs cannot be read, or the layers do not divide as the flags demand.
     """
     with reading("--costs", flags.costs):
-        model = units_from_json(flags.costs.read_text(encoding="utf-8-sig"))
+        model = units_from_json(read_file(flags.costs))
     # Pairs of F and B work neither with recomputation nor with vocabulary shards, whose flags exclude pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)

@@ -13,7 +13,7 @@ import torch
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_checkpoint import check_chunks_of_checkpoint
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
@@ -95,13 +95,16 @@ class Run:
 
     def set_up_model(self, call: Call) -> Any:
         """When `setup_model_and_optimizer` is called, choose the layout unless flags give it, and build the model."""
-        if self.session.job.is_layout_open and not self.units.is_building:
-            is_chosen = settle_layout(self._script, self.session, self.units, call)
+        if self.units.is_building:
+            return call.proceed()
+        checkpoint = ScriptCheckpoint.of(self._script)
+        if self.session.job.is_layout_open:
+            is_chosen = settle_layout(self._script, checkpoint, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
                 build_layout(self._script, call, self.session.job, self.stages)
-        if not self.units.is_building:
-            check_chunks_of_checkpoint(self._script, self.session.job.placement.num_chunks)
+        if checkpoint is not None:
+            checkpoint.check_chunks(self.session.job.placement.num_chunks)
         return call.proceed()
 
     def _keep_layout(self) -> None:

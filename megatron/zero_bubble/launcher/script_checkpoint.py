@@ -6,6 +6,8 @@ import contextlib
 import copy
 import io
 from argparse import Namespace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron.zero_bubble.runtime.joint import jointly
@@ -17,71 +19,87 @@ _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def given_checkpoint(script: Namespace) -> str | None:
-    """Name of the script argument whose folder has the checkpoint to load; None if the script loads no checkpoint."""
-    for name in ("load", "pretrained_checkpoint"):
-        folder = getattr(script, name, None)
-        if folder and Path(folder, _TRACKER).is_file():
-            return name
-    return None
+@dataclass(frozen=True)
+class ScriptCheckpoint:
+    """The checkpoint that a script loads.
 
-
-def other_format(script: Namespace, name: str) -> str | None:
-    """Return the format of the checkpoint in the script argument `name`; None if it loads into every layout.
-
-    Megatron-LM also reads the format torch if `--ckpt-format` is torch_dist.
-    """
-    folder, step = Path(getattr(script, name)), getattr(script, "ckpt_step", None)
-    iteration = (folder / _TRACKER).read_text().strip() if step is None else str(step)
-    files = folder / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
-    kind = str(getattr(script, "ckpt_format", "torch"))
-    if files.is_dir():
-        has_shards = (files / "metadata.json").is_file()
-        kind = _RESHARDED if has_shards else "torch" if kind == _RESHARDED else kind
-    return None if kind == _RESHARDED else kind
-
-
-def saved_arguments(script: Namespace, name: str) -> Namespace | None:
-    """Return the arguments in the checkpoint; None if the checkpoint has no arguments. A collective call.
-
-    Args:
+    Attributes:
+        script: the script's arguments.
         name: name of the script argument whose folder has the checkpoint.
     """
 
-    def read() -> Namespace | None:
-        from megatron.training.checkpointing import load_args_from_checkpoint
+    script: Namespace
+    name: str
 
-        # A collective call, which changes the given arguments in place. If the checkpoint has arguments, the
-        # result is a pair of the given arguments and the checkpoint's arguments.
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = load_args_from_checkpoint(copy.copy(script), load_arg=name)
-        return result[1] if isinstance(result, tuple) else None
+    @classmethod
+    def of(cls, script: Namespace) -> ScriptCheckpoint | None:
+        """Return the checkpoint that a script with the arguments `script` loads; None if it loads no checkpoint."""
+        for name in ("load", "pretrained_checkpoint"):
+            folder = getattr(script, name, None)
+            if folder and Path(folder, _TRACKER).is_file():
+                return cls(script, name)
+        return None
 
-    return jointly(read)
+    def __str__(self) -> str:
+        return f"{flag_name(self.name)} {getattr(self.script, self.name)}"
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the script resumes the training of the checkpoint, and so keeps its layout."""
+        return self.name == "load" and not getattr(self.script, "finetune", False)
 
-@users_mistakes()
-def check_chunks_of_checkpoint(script: Namespace, num_chunks: int) -> None:
-    """Refuse a checkpoint whose ranks have another number of model chunks; a collective call.
+    @property
+    def other_format(self) -> str | None:
+        """The checkpoint's format; None if the checkpoint loads into every layout.
 
-    Megatron-LM loads a checkpoint of one file a rank without the chunks that the checkpoint lacks. These chunks then
-    keep their initial weights.
+        Megatron-LM also reads the format torch if `--ckpt-format` is torch_dist.
+        """
+        folder, step = Path(getattr(self.script, self.name)), getattr(self.script, "ckpt_step", None)
+        iteration = (folder / _TRACKER).read_text().strip() if step is None else str(step)
+        files = folder / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
+        kind = str(getattr(self.script, "ckpt_format", "torch"))
+        if files.is_dir():
+            has_shards = (files / "metadata.json").is_file()
+            kind = _RESHARDED if has_shards else "torch" if kind == _RESHARDED else kind
+        return None if kind == _RESHARDED else kind
 
-    Args:
-        num_chunks: number of model chunks on each rank of this job.
+    @cached_property
+    def arguments(self) -> Namespace | None:
+        """The arguments in the checkpoint; None if it has none. The first access is a collective call.
 
-    Raises:
-        SessionError: the checkpoint does not fit the job.
-    """
-    name = given_checkpoint(script)
-    if name is None or (kind := other_format(script, name)) is None:
-        return
-    if (saved := saved_arguments(script, name)) is None:
-        return
-    was = getattr(saved, "virtual_pipeline_model_parallel_size", None) or 1
-    if was != num_chunks:
-        raise SessionError(
-            f"{flag_name(name)} {getattr(script, name)}: the checkpoint of format {kind} has {was} chunks a rank, and "
-            f"this job has {num_chunks}: choose a schedule with {was} chunks a rank, or save the checkpoint under such "
-            f"a schedule again with --ckpt-format {_RESHARDED}, which fits every schedule"
-        )
+        Megatron-LM reads the whole file of a rank for the arguments of a checkpoint of format torch.
+        """
+
+        def read() -> Namespace | None:
+            from megatron.training.checkpointing import load_args_from_checkpoint
+
+            # A collective call, which changes the given arguments in place. If the checkpoint has arguments, the
+            # result is a pair of the given arguments and the checkpoint's arguments.
+            with contextlib.redirect_stdout(io.StringIO()):
+                result = load_args_from_checkpoint(copy.copy(self.script), load_arg=self.name)
+            return result[1] if isinstance(result, tuple) else None
+
+        return jointly(read)
+
+    @users_mistakes()
+    def check_chunks(self, num_chunks: int) -> None:
+        """Refuse a checkpoint whose ranks have another number of model chunks; a collective call.
+
+        Megatron-LM loads a checkpoint of one file a rank without the chunks that the checkpoint lacks. These chunks
+        then keep their initial weights.
+
+        Args:
+            num_chunks: number of model chunks on each rank of this job.
+
+        Raises:
+            SessionError: the checkpoint does not fit the job.
+        """
+        if (kind := self.other_format) is None or self.arguments is None:
+            return
+        was = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
+        if was != num_chunks:
+            raise SessionError(
+                f"{self}: the checkpoint of format {kind} has {was} chunks a rank, and this job has {num_chunks}: "
+                f"choose a schedule with {was} chunks a rank, or save the checkpoint under such a schedule again with "
+                f"--ckpt-format {_RESHARDED}, which fits every schedule"
+            )

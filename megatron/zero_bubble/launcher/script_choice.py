@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_checkpoint import given_checkpoint, other_format, saved_arguments
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
     chunks_asked,
@@ -84,11 +84,16 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
 
 
 @users_mistakes()
-def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup: Call) -> bool:
+def settle_layout(
+    script: Namespace, checkpoint: ScriptCheckpoint | None, session: Session, units: ScriptUnits, setup: Call
+) -> bool:
     """Choose each setting of the layout that the flags leave open, before `setup` builds the model; a collective call.
 
     A job that continues from a checkpoint keeps the checkpoint's layout. Megatron's layout is kept if the script's
     model needs that layout, or if the model's costs cannot be measured.
+
+    Args:
+        checkpoint: the checkpoint that the script loads; None if it loads no checkpoint.
 
     Returns:
         Whether a layout was chosen or restored; False if Megatron's layout is kept.
@@ -96,10 +101,10 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     Raises:
         SessionError: no layout fits in the memory, or a flag does not work with the chosen layout.
     """
-    if (saved := _saved_choice(script, session.job)) is not None:
+    if checkpoint is not None and (saved := _saved_choice(checkpoint, session.job)) is not None:
         session.restore_layout(saved, script.load)
         return True
-    if (reason := _reason_to_keep(script)) is None:
+    if (reason := _reason_to_keep(script, checkpoint)) is None:
         try:
             costs = units.measure(setup, session)
         except SessionError as error:
@@ -150,23 +155,21 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
         stages.configure(config)
 
 
-def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
-    """Return the layout to restore from the script's checkpoint, or None if the checkpoint has no fitting layout."""
-    if given_checkpoint(script) != "load" or getattr(script, "finetune", False):
+def _saved_choice(checkpoint: ScriptCheckpoint, job: JobSettings) -> ChosenLayout | None:
+    """Return the layout to restore from a checkpoint, or None if the checkpoint has no fitting layout."""
+    if not checkpoint.is_continued or checkpoint.arguments is None:
         return None
-    saved = saved_arguments(script, "load")
-    return None if saved is None else saved_choice(saved, job.flags)
+    return saved_choice(checkpoint.arguments, job.flags)
 
 
-def _reason_to_keep(script: Namespace) -> str | None:
+def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> str | None:
     """Return the reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
     if getattr(script, "skip_train", False):
         return "the run only evaluates"
     if (name := _other_source(script)) is not None:
         return f"with {flag_name(name)} no other layout is known to work"
-    if (name := given_checkpoint(script)) is not None and (kind := other_format(script, name)) is not None:
-        given = f"{flag_name(name)} {getattr(script, name)}"
-        return f"the checkpoint in {given} has the format {kind}, which fits no other layout"
+    if checkpoint is not None and (kind := checkpoint.other_format) is not None:
+        return f"the checkpoint in {checkpoint} has the format {kind}, which fits no other layout"
     return None
 
 

@@ -97,9 +97,9 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     if request.partition is None:
         for plan in search.best(extent.num_moved, extent.worth_moving):
             search.move_layers(plan)
-    for num_best, divisor in extent.rounds:
+    for num_best, effort in extent.rounds:
         for plan in search.best(num_best, extent.promising):
-            search.improve(plan, request.effort // divisor)
+            search.improve(plan, min(effort, request.effort))
     search.improve_usual()
     plans = search.expected()
     if len(request.recomputes) > 1:

@@ -24,7 +24,7 @@ class Extent:
     """The numbers of layouts that a search plans.
 
     Attributes:
-        rounds: (number of layouts, divisor of the full effort for each layout) of each round of planning.
+        rounds: (number of layouts, largest effort for each layout) of each round of planning.
         promising: a layout is planned with more effort if its plan takes at most `promising` times the shortest time.
         num_moved: number of best plans whose layers are moved to other stages.
         worth_moving: layers of a layout are moved to other stages if its plan takes at most `worth_moving` times the
@@ -40,8 +40,8 @@ class Extent:
 
 
 # `worth_moving` is large because moving one layer off the fullest rank helps much when memory is short.
-_OF_SMALL = Extent(((12, 20), (3, 4)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
-_QUICK_OF_SMALL = replace(_OF_SMALL, rounds=((12, 10), (3, 2)))
+_OF_SMALL = Extent(((12, 30_000), (3, 150_000)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
+_QUICK_OF_SMALL = replace(_OF_SMALL, rounds=((12, 5_000), (3, 25_000)))
 
 
 def extent_of(request: PlanRequest) -> Extent:
@@ -50,8 +50,8 @@ def extent_of(request: PlanRequest) -> Extent:
     if num_operations <= _SMALL:
         return _QUICK_OF_SMALL if request.effort <= QUICK_EFFORT else _OF_SMALL
     if request.effort <= QUICK_EFFORT:
-        return Extent(((3, 5), (1, 1)))
-    return Extent(((3, 10), (1, 4)) if num_operations < _LARGE else ((3, 6),))
+        return Extent(((3, 10_000), (1, QUICK_EFFORT)))
+    return Extent(((3, 60_000), (1, 150_000)) if num_operations < _LARGE else ((3, 100_000),))
 
 
 def most_moves(request: PlanRequest, placement: Placement) -> int:

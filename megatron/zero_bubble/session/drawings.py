@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
-from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.session.start_up import writing
 from megatron.zero_bubble.session.timeline_files import in_memory_unit, measured_timeline, write_timeline
 
 _CLOCK_ROUNDS = 9
@@ -69,12 +69,8 @@ class TimelineWriter:
             profile = self._source.profile
             costs = None if profile is None else in_memory_unit(profile.costs, 2**20)
             timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
-            try:
+            with writing("--zero-bubble-timeline", self._folder):
                 write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
-            except OSError as error:
-                raise SessionError(
-                    f"--zero-bubble-timeline {self._folder}: cannot be written: {error.strerror}"
-                ) from error
 
 
 def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:

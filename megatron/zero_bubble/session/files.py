@@ -1,4 +1,4 @@
-"""Writes files atomically: a regular file appears complete or not at all."""
+"""Reads users' files, and writes files atomically: a regular file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 import secrets
 import stat
 from pathlib import Path
+
+
+def read_file(path: str | Path) -> str:
+    """Return the text of a file, without the byte order mark with which editors of some systems begin a file.
+
+    Raises:
+        OSError: `path` cannot be read.
+        UnicodeDecodeError: the text is not UTF-8.
+    """
+    return Path(path).read_text(encoding="utf-8-sig")
 
 
 def write_file(path: str | Path, text: str) -> None:

@@ -27,6 +27,7 @@ from megatron.zero_bubble.session.layout_words import flags_of_layout
 from megatron.zero_bubble.session.progress_lines import ProgressLines
 from megatron.zero_bubble.session.reports import layout_lines, print_line, print_rank_0
 from megatron.zero_bubble.session.running import communicator_of
+from megatron.zero_bubble.session.start_up import writing
 
 SECONDS = 12.0
 """Approximate duration of a rehearsal."""
@@ -57,7 +58,8 @@ def new_choice(
     def plan() -> list[Contender]:
         choices.append(_planned(flags, costs, padded_vocab_size))
         if flags.zero_bubble_unit_costs_output is not None:
-            _write(flags.zero_bubble_unit_costs_output, choices[0].request.model)
+            with writing("--zero-bubble-unit-costs-output", flags.zero_bubble_unit_costs_output):
+                write_file(flags.zero_bubble_unit_costs_output, units_to_json(choices[0].request.model))
         interlocks = choices[0].request.post_validation
         return [
             Contender(plan.timeline.schedule, plan.timeline.costs, plan.layout, interlocks=interlocks)
@@ -91,13 +93,6 @@ def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> Layo
     progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
     rate = link_rate(copy_lane(device), device) if plans_offload(flags) else None
     return choose_layout(flags, costs, free_bytes, padded_vocab_size, host_rate=rate, report=progress)
-
-
-def _write(output: str, model: ModelCosts) -> None:
-    try:
-        write_file(output, units_to_json(model))
-    except OSError as error:
-        raise ValueError(f"--zero-bubble-unit-costs-output {output}: cannot be written: {error.strerror}") from error
 
 
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:

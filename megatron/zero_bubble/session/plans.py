@@ -19,6 +19,7 @@ from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
+from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
@@ -262,6 +263,6 @@ def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
 
 def _read(path: Path) -> Schedule:
     try:
-        return schedule_from_text(path.read_text(encoding="utf-8-sig"), name=path.stem)
+        return schedule_from_text(read_file(path), name=path.stem)
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot be read: {error}") from None

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
-from megatron.zero_bubble.session.files import write_file
+from megatron.zero_bubble.session.files import read_file, write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
-from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.session.start_up import writing
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
@@ -124,7 +123,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
     if flags.zero_bubble_profile_input is None:
         return None
     with _as_mistake_in_profile(flags):
-        profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8-sig"))
+        profile = profile_from_json(read_file(flags.zero_bubble_profile_input))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
     return profile
@@ -147,7 +146,5 @@ def report_plan(flags: JobFlags, report: Report) -> None:
     print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:
-        try:
+        with writing("--zero-bubble-profile-output", output):
             write_file(output, profile_to_json(report.prediction.profile))
-        except OSError as error:
-            raise SessionError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error

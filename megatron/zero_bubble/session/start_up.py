@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -49,6 +50,20 @@ def users_mistakes() -> Iterator[None]:
         raise
     except ValueError as error:
         raise SessionError(str(error)) from error
+
+
+@contextmanager
+def writing(flag: str, path: str | Path) -> Iterator[None]:
+    """Turn an `OSError` of the `with` block into a `SessionError` that names the flag and the file.
+
+    Args:
+        flag: the flag, such as `--zero-bubble-timeline`.
+        path: the file or folder that the user gave with the flag.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SessionError(f"{flag} {path}: cannot be written: {error.strerror}") from error
 
 
 def quiet_start_up() -> None:

@@ -50,22 +50,26 @@ def latest_iteration(root: str | Path) -> int:
     Raises:
         ValueError: there is no tracker file, or the tracker file does not name a complete checkpoint.
     """
-    if not (Path(root) / TRACKER).is_file():
-        is_inside = (Path(root).parent / TRACKER).is_file()
-        remedy = f"; give {Path(root).parent}, whose {TRACKER} names the iteration to load" if is_inside else ""
-        raise ValueError(
-            f"--load {root}: no checkpoint there ({TRACKER} is missing){remedy}{_complete_iterations(root)}"
-        )
-    text, problem = tracked(root), ""
-    folder = checkpoint_folder(root, int(text) if text.isdecimal() else 0)
+    try:
+        return _tracked_iteration(Path(root))
+    except CheckpointError as error:
+        raise ValueError(f"--load {root}: {error}{_complete_iterations(root)}") from error
+
+
+def _tracked_iteration(root: Path) -> int:
+    """Return the iteration in the tracker file; raise `CheckpointError` unless its checkpoint is complete."""
+    if not (root / TRACKER).is_file():
+        is_inside = (root.parent / TRACKER).is_file()
+        remedy = f"; give {root.parent}, whose {TRACKER} names the iteration to load" if is_inside else ""
+        raise CheckpointError(f"no checkpoint there ({TRACKER} is missing){remedy}")
+    text = tracked(root)
     if not text.isdecimal():
-        problem = f"{TRACKER} says {text!r}, which is not an iteration"
-    elif not folder.is_dir():
-        problem = f"{folder.name}, which {TRACKER} names, is missing"
-    elif not (folder / CONFIG).is_file():
-        problem = f"{folder.name}, which {TRACKER} names, is incomplete: {CONFIG} is missing"
-    if problem:
-        raise ValueError(f"--load {root}: {problem}{_complete_iterations(root)}")
+        raise CheckpointError(f"{TRACKER} says {text!r}, which is not an iteration")
+    folder = checkpoint_folder(root, int(text))
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder.name}, which {TRACKER} names, is missing")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder.name}, which {TRACKER} names, is incomplete: {CONFIG} is missing")
     return int(text)
 
 

@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.recorder import PipelineTime
 from megatron.zero_bubble.schedule import Idle
-from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.session.start_up import SessionError, writing
 
 _BEGIN = '{"iteration": '
 """The beginning of each line in the file of `--log-numerics`."""
@@ -59,10 +59,8 @@ class NumericsLog:
         Raises:
             SessionError: on all ranks, if the file cannot be written.
         """
-        try:
+        with writing("--log-numerics", self._path):
             on_rank(self._log_rank, write)
-        except OSError as error:
-            raise SessionError(f"--log-numerics {self._path} cannot be written: {error.strerror}") from error
 
     def _drop_lines_after(self, iteration: int) -> None:
         resumes = iteration and self._path.exists()

@@ -19,6 +19,7 @@ from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import plans_offload
+from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, States
@@ -58,7 +59,7 @@ class EstimatedJob:
         profile = None
         if flags.profile is not None:
             with reading("--profile", flags.profile):
-                profile = profile_from_json(flags.profile.read_text(encoding="utf-8-sig"))
+                profile = profile_from_json(read_file(flags.profile))
         given = _completed(flags.training_flags, profile)
         with ExitStack() as stack:
             stack.callback(substitute_cuda().restore)

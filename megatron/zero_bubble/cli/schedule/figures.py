@@ -34,6 +34,7 @@ from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
 from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation, without_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
+from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.timeline_files import in_memory_unit
 
@@ -255,7 +256,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
     """Return M_B in bytes if --costs is a profile, which has memory in bytes; otherwise None."""
-    if flags.costs is None or not is_profile(flags.costs.read_text(encoding="utf-8-sig")):
+    if flags.costs is None or not is_profile(read_file(flags.costs)):
         return None
     costs = read_costs(flags.costs)
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
@@ -263,7 +264,7 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
 
 def read_costs(path: Path) -> StageCosts:
     with reading("--costs", path):
-        return costs_from_text(path.read_text(encoding="utf-8-sig"))
+        return costs_from_text(read_file(path))
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:

@@ -16,6 +16,7 @@ from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name
 
 
@@ -88,7 +89,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
     """
     if flags.input is not None:
         with reading("--input", flags.input):
-            return schedule_from_text(flags.input.read_text(encoding="utf-8-sig"), name=flags.input.stem), 0.0
+            return schedule_from_text(read_file(flags.input), name=flags.input.stem), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
     return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, **options)
