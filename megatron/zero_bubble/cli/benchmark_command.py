@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
-    """Train under the schedules that the flags name and under those in `peers`; print or write the results."""
+    """Train under the schedules that the flags name, and under the schedules in `peers`; print or write the results."""
     # Imported here, so that --help does not need torch.
     import torch
 

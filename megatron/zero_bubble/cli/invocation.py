@@ -102,7 +102,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Group the flags of `arguments` by the title of the class that defines them; the class's own flags come first."""
+    """Group the flags of `arguments` by the titles of the defining classes; flags of `arguments` itself come first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:

@@ -130,7 +130,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """Return all placements that --placement and --num-chunks allow; one candidate is the placement `usual`."""
+        """Return all placements that --placement and --num-chunks allow, including `usual` if these flags allow it."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -180,7 +180,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     """Return the `PlanRequest` that the flags describe; its reference layout is --own-layers or Megatron's split.
 
     Raises:
-        ValueError: the file of costs cannot be read, or the layers do not divide as the flags demand.
+        ValueError: the file of costs cannot be read, or the layers cannot be divided as the flags demand.
     """
     with reading("--costs", flags.costs):
         model = units_from_json(read_file(flags.costs))

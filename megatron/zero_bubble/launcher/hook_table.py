@@ -25,12 +25,12 @@ _MODELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", "", ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", _NEWER),
 )
-"""Path of each model class, constructor parameters that not all model classes have, and versions of megatron-core."""
+"""(model class, constructor parameters that not all model classes have, megatron-core versions that have the class)."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
-"""Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
+"""(module that cuts a hybrid model's layer pattern into stages, megatron-core versions that have this module)."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
 """Optimizer classes that compute the position of each parameter in DDP's buffers."""
 
@@ -163,7 +163,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Yield the functions of megatron-core and Megatron-LM that the launcher needs without replacing them."""
+        """Yield the functions of megatron-core and Megatron-LM that the launcher relies on but does not replace."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
@@ -257,7 +257,7 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """Yield the hooks that, besides `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA."""
+    """Yield the hooks that, together with `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA."""
 
     from megatron.core import datasets
 

@@ -62,7 +62,7 @@ class Needed:
         return self.signature.partition("(")[0].replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Return whether the function exists in megatron-core `version` or, if `has_trainer`, in Megatron-LM."""
+        """Return whether `version` has the function; functions of Megatron-LM exist only if `has_trainer` is set."""
         if self.signature.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions

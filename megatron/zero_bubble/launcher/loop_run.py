@@ -47,7 +47,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the training steps of all models that a training loop other than Megatron-LM's trainer builds in a process.
+    """Runs the training steps of every model in a process whose training loop is not Megatron-LM's trainer.
 
     A training loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
@@ -124,7 +124,7 @@ class LoopRun:
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Return a forward-backward function that runs a model under its schedule, in place of megatron-core's."""
+        """Return the function that runs a model's schedule, in place of megatron-core's forward-backward function."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:

@@ -25,7 +25,7 @@ class ScriptCheckpoint:
 
     Attributes:
         script: the script's arguments.
-        name: name of the script argument whose folder has the checkpoint.
+        name: name of the script argument that gives the checkpoint's folder, `load` or `pretrained_checkpoint`.
     """
 
     script: Namespace
@@ -45,7 +45,7 @@ class ScriptCheckpoint:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the script resumes the training of the checkpoint, and so keeps its layout."""
+        """Whether the script resumes the checkpoint's training, and therefore keeps the checkpoint's layout."""
         return self.name == "load" and not getattr(self.script, "finetune", False)
 
     @property
@@ -65,9 +65,9 @@ class ScriptCheckpoint:
 
     @cached_property
     def arguments(self) -> Namespace | None:
-        """The arguments in the checkpoint; None if it has none. The first access is a collective call.
+        """The arguments in the checkpoint; None if it contains no arguments. The first access is a collective call.
 
-        Megatron-LM reads the whole file of a rank for the arguments of a checkpoint of format torch.
+        To get the arguments of a checkpoint of format torch, Megatron-LM reads a rank's whole file.
         """
 
         def read() -> Namespace | None:
@@ -83,10 +83,10 @@ class ScriptCheckpoint:
 
     @users_mistakes()
     def check_chunks(self, num_chunks: int) -> None:
-        """Refuse a checkpoint whose ranks have another number of model chunks; a collective call.
+        """Refuse a checkpoint whose ranks have more or fewer model chunks than this job's ranks; a collective call.
 
-        Megatron-LM loads a checkpoint of one file a rank without the chunks that the checkpoint lacks. These chunks
-        then keep their initial weights.
+        If a checkpoint with one file per rank lacks model chunks of this job, Megatron-LM loads the other chunks
+        without an error, and the missing chunks keep their initial weights.
 
         Args:
             num_chunks: number of model chunks on each rank of this job.

@@ -174,7 +174,7 @@ def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> s
 
 
 def _other_source(script: Namespace) -> str | None:
-    """Return the name of a given script argument that rules out a chosen layout; None if there is no such argument."""
+    """Return the name of a script argument that requires Megatron's layout; None if no such argument is given."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

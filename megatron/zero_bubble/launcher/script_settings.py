@@ -74,10 +74,10 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     """Refuse the script's arguments that the schedule or a feature in use does not support.
 
     Args:
-        placement: kind of the placement; by default the placement that the flags name, if any.
+        placement: kind of the placement; by default the kind that the placement flag or the schedule gives, if any.
 
     Raises:
-        ValueError: the table of refused settings contains one of the script's arguments.
+        ValueError: the schedule or a feature in use does not support one of the script's arguments.
     """
     if placement is None:
         entry = ENTRIES.get(flags.schedule or "")

@@ -38,7 +38,7 @@ class ScriptStages:
         """The stage of a V-shaped placement whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """In a V placement, pass the ranks that reduce tied embeddings to `initialize_model_parallel`."""
+        """In a V placement, pass `initialize_model_parallel` a function that returns an embedding group's ranks."""
         if self.is_v:
             call["get_embedding_ranks"] = embedding_ranks(self._placement)
 

@@ -1,9 +1,9 @@
 """Measures the costs of each unit of a script's model, before the script builds the model.
 
-A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: once for
-every unit, the script begins to build its model for a pipeline of one rank. A hook around the model's constructor
-builds one unit in place of the model. A hook around DDP's constructor wraps the unit, and raises an exception to leave
-the script's code.
+A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: for each
+unit, this module calls the code that builds the model, with the settings of a pipeline of one rank. A hook around the
+model's constructor builds one unit in place of the model. A hook around DDP's constructor wraps the unit, and raises an
+exception to leave the script's code.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ScriptUnits:
         return model
 
     def _begin(self, setup: Call) -> Any:
-        """Start the script's model building for one pipeline rank; return the value of the raised `_LeavesScript`."""
+        """Run the script's model-building code for one pipeline rank; return the value that `_LeavesScript` carries."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
                 raise SessionError(
@@ -195,7 +195,7 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return the first layer of each kind, in model order; layers are compared, as layer specs are not hashable."""
+    """Return the first layer of each kind, in model order; uses comparisons, because layer specs are not hashable."""
     return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
 

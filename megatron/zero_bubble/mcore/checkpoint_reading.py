@@ -124,7 +124,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
 
     Raises:
         CheckpointError: raised on every rank, if a requested part is missing, is damaged or has an unexpected type, or
-            if no rank requests a tensor of the model that the checkpoint has.
+            if the checkpoint has a model tensor that no rank requests.
     """
     asked: set[str] = set()
 
@@ -151,7 +151,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
 
 
 def _refuse_unused(metadata: Metadata, asked: set[str]) -> None:
-    """Raise `CheckpointError` on every rank, if the checkpoint has tensors of the model that no rank asks for."""
+    """Raise `CheckpointError` on every rank, if the checkpoint has model tensors that no rank requests."""
     names = set().union(*from_all_ranks(asked))
     modules = {name.split(".")[0] for name in names} - {"optimizer"}
     unused = [

@@ -54,7 +54,7 @@ def _failure(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[CheckpointError]]:
-    """Collect the errors of writing rank 0's files, so that rank 0 still takes part in the save's collective calls."""
+    """Collect errors in writing rank 0's own files, so that rank 0 still takes part in the save's collective calls."""
     failures: list[CheckpointError] = []
     with ExitStack() as stack:
         for owner, name in _ONLY_ON_RANK_0:

@@ -6,7 +6,7 @@ replaces `CheckpointFunction`. A block then either keeps its activations, or dro
 for its recomputation into the `RecomputationStore`. The backward of a block that dropped its activations uses the
 autograd graph that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
-Activation checkpoints inside of a block, and the checkpoints of Transformer Engine (fp8 and fp4), are not replaced.
+Activation checkpoints inside a block, and Transformer Engine's activation checkpoints (fp8 and fp4), are not replaced.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def checkpoint_every_layer(config: Any) -> None:
 
 
 def shorter_last_blocks() -> AbstractContextManager[None]:
-    """Let megatron-core 0.16 recompute a stage's last block if the block is shorter than `recompute_num_layers`.
+    """Let megatron-core 0.16 recompute a stage's last block even if it is shorter than `recompute_num_layers`.
 
-    megatron-core 0.16 also calls `_get_layer` for layers beyond the last layer of the stage. For layers beyond the last
-    layer, the replacement of `_get_layer` returns a layer that passes its input on unchanged.
+    For a shorter last block, megatron-core 0.16 also calls `_get_layer` with indices beyond the last layer of the
+    stage. For these indices, the replacement of `_get_layer` returns a layer that computes the identity.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()

@@ -23,13 +23,13 @@ from megatron.zero_bubble.schedule import Placement
 _CALLS, _PRODUCTS = 4, 2
 """Number of communication calls in a round of a measurement, and number of matrix products during each call."""
 _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
-"""Minimum and maximum number of rounds in a measurement, and approximate maximum milliseconds of all rounds."""
+"""Minimum and maximum number of rounds in a measurement, and approximate time limit for all rounds in milliseconds."""
 
 
 def measure_message(communicator: type[TorchCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
-    """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
+    """Measure the milliseconds of one message between neighbors in a pipeline; a collective call of the whole job.
 
-    The returned time is the message time of the slowest pair of neighbouring ranks. In a schedule that was planned with
+    The returned time is the message time of the slowest pair of neighboring ranks. In a schedule that was planned with
     the message time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
     """
     group, slowest = parallel_state.get_pipeline_model_parallel_group(), 0.0

@@ -29,7 +29,7 @@ the configured hidden size."""
 
 @dataclass(eq=False)
 class Connections:
-    """A rank's channels to neighbouring stages and, if the model has vocabulary shards, the shards' collectives.
+    """A rank's channels to neighboring stages and, if the model has vocabulary shards, the shards' collectives.
 
     Args:
         communicator: the class of the channels.

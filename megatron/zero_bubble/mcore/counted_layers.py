@@ -1,4 +1,4 @@
-"""Replaces layers on the meta device, so that memory and operations are counted as for a GPU's kernels.
+"""Replaces layers on the meta device, so that the counted memory and arithmetic operations match a GPU's kernels.
 
 For layers that this module does not replace, the memory and operations of megatron-core's own code are counted. For a
 job with Transformer Engine, the memory and operations of megatron-core's local layers are counted, because the layers
@@ -52,11 +52,11 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Replace modules of a model, so that memory and operations are counted as for a GPU's kernels.
+    """Replace modules of a model, so that the counted memory and arithmetic operations match a GPU's kernels.
 
     In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
-    a GPU's kernels. The model keeps megatron-core's own linear projections. If `kernel` is a kernel of Transformer
-    Engine, every tensor-parallel rank gets a whole copy of the projections to latent vectors, as in Transformer Engine.
+    a GPU's kernels. The model keeps megatron-core's own linear projections. If `kernel` belongs to Transformer Engine,
+    every tensor-parallel rank gets a whole copy of latent attention's down projections, as in Transformer Engine.
     """
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
@@ -256,7 +256,7 @@ def _delta_rule(
 
 
 def _duplicate(attention: Any) -> None:
-    """Give every tensor-parallel rank a whole copy of the projections to latent vectors, as in Transformer Engine."""
+    """Give every tensor-parallel rank a whole copy of latent attention's down projections, as in Transformer Engine."""
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if (split := getattr(attention, name, None)) is not None:
             whole = ColumnParallelLinear(

@@ -37,7 +37,7 @@ class Substitution(NamedTuple):
 
 
 def substitutions() -> Iterator[Substitution]:
-    """Yield all substitutions for a machine without CUDA, in the order of application."""
+    """Yield all substitutions for a machine without CUDA, in the order in which they are applied."""
     for part in (_devices, _streams, _meshes, _random_state, _tensor_substitutions, _experts, _hybrid_models):
         yield from part()
 
@@ -260,7 +260,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method `Tensor.type`, so that it returns the type names of CUDA tensors for CPU tensors, too."""
+    """Wrap the method `Tensor.type`, so that it returns a CUDA type name, `torch.cuda.*Tensor`, for a CPU tensor."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)

@@ -1,8 +1,8 @@
 """Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
 The functions of this module replace the kernels of `mamba_ssm` and `fla` in megatron-core. Mamba's scan runs over the
-whole sequence at once and not chunk by chunk, so that the memory of the scan is quadratic in the sequence's length. The
-gated delta rule is megatron-core's own PyTorch function, which megatron-core uses only in deterministic mode.
+whole sequence at once and not chunk by chunk; its memory is therefore quadratic in the sequence's length. The gated
+delta rule is megatron-core's own PyTorch function, which megatron-core uses only in deterministic mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """An RMSNorm over groups of features that first multiplies the input by a gate.
+    """An RMSNorm over groups of features; the input is first multiplied by the SiLU of a gate.
 
     Args:
         hidden_size: number of features.
@@ -134,7 +134,7 @@ def convolve_and_scan(
 
 
 def delta_net_kernels(package: ModuleType, delta_rule: Any) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield replacements of the kernels of gated delta nets: (module of megatron-core, name of a kernel, replacement).
+    """Yield (megatron-core module, attribute, replacement) for `HAVE_FLA` and the kernels of gated delta nets.
 
     Args:
         package: megatron-core's package `gated_delta_net`; from megatron-core 0.19 on, modules of this package import
@@ -156,7 +156,7 @@ def normalized(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tenso
 def convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, **unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each feature over its current and its previous positions in the sequence, and apply an activation.
+    """Apply a causal convolution to each feature, along the sequence, and then an activation function.
 
     Args:
         x: [batch, length, features].

@@ -141,7 +141,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the first computed non-finite gradient, by going through the parameters in reverse model order."""
+        """Find the non-finite gradient that was computed first, which is the last one in model order."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica

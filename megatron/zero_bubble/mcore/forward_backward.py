@@ -212,7 +212,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, vocabulary: VocabularyStep, microbatch: int) -> None:
-        """Read the data of a microbatch on the first stage's rank, and run the embedding E."""
+        """On the first stage's rank, read a microbatch's data; on every rank, run the embedding E."""
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
             iterator, model = self.data_iterators[chunk], self.call.chunks[chunk]

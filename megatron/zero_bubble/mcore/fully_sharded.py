@@ -99,7 +99,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Start to gather the parameters of the next layer before each layer's own computation.
+        """Let FSDP2 start gathering the next layer's parameters before each layer's own computation.
 
         By default, FSDP2 gathers layers in the order of the latest forwards, but in a pipeline the latest forwards may
         belong to other microbatches.
@@ -133,7 +133,10 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients."""
+        """Accumulate the gradient that W has computed for one weight.
+
+        In a microbatch that reduces gradients, the last W of a layer also reduces the layer's gradients.
+        """
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:
@@ -186,7 +189,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unsharded tensor; if `tensor` is a replica's shard, all replicas must call this function together."""
+    """Return `tensor` without sharding; if `tensor` is a replica's shard, all replicas must call `whole` together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -73,7 +73,7 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     """Return the spec of a stack of megatron-core's own layers.
 
     Args:
-        attention: the class of the module that computes attention; by default megatron-core's local attention.
+        attention: the class of the module that computes attention; by default megatron-core's unfused attention.
     """
     dense, expert = (get_gpt_layer_local_spec(num_experts=number).submodules for number in (None, _SOME))
     latent = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention

@@ -59,7 +59,7 @@ class LocalNorm:
     """A norm of torch, for settings that megatron-core's own wrapper of torch's norms refuses.
 
     megatron-core's wrapper refuses weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence
-    parallelism. Under sequence parallelism, each tensor-parallel rank normalises its slice of the sequence, so the
+    parallelism. Under sequence parallelism, each tensor-parallel rank normalizes its slice of the sequence, so the
     gradients of the norm's parameters are partial. The norm's parameters are marked `sequence_parallel`, so that
     megatron-core sums the gradients of the norm's parameters over the tensor-parallel ranks at the end of a step.
     """
@@ -111,7 +111,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of the spec `layer`, with the module `attention` and, if `config` requires so, with `LocalNorm`."""
+    """Return a copy of the spec `layer`, with the module `attention` and, if `config` requires it, with `LocalNorm`."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention

@@ -32,7 +32,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 _Linear = layers.LinearWithGradAccumulationAndAsyncCommunication
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions of
+"""Number of arguments that the forward of megatron-core's linear autograd function takes up to 0.18. Later versions of
 megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[: len(inspect.signature(_Linear.forward).parameters) - _NUM_ARGUMENTS]
 
@@ -113,7 +113,7 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: None = None,
 ) -> torch.Tensor:
-    """Replace a linear layer's `_forward_impl`; megatron-core from 0.19 on passes `gtp_remat_size`, `output_dtype`."""
+    """Replace a linear layer's `_forward_impl`; only megatron-core 0.19 and later pass the last two arguments."""
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
     settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
@@ -188,7 +188,7 @@ _LINEAR = (*_SPLIT_LAYERS, torch.nn.Linear)
 
 @dataclass(frozen=True)
 class Gradients:
-    """Numbers of parameters of one rank, by the operation that computes the gradients.
+    """Numbers of parameters on one rank, grouped by the operation that computes the gradients of the parameters.
 
     Attributes:
         total: number of all trained parameters.
@@ -214,7 +214,7 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count the parameters of model chunks, wrapped or not, by the operation that computes the gradient.
+    """Count the parameters of model chunks, wrapped or not, grouped by the operation that computes their gradients.
 
     Call `count_gradients` after `split_weight_gradients`.
     """

@@ -138,8 +138,8 @@ class StepPlans:
         observer: the observer of the run's steps.
         planning: options of profiling and planning; None if the run is not profiled.
         timeout: time limit for a message about a plan.
-        reorders: whether microbatches may run in an order other than the order of the data; None to allow another order
-            if the model's configuration sets `variable_seq_lengths`.
+        reorders: whether microbatches may run in an order other than the order of the data; None allows another order
+            only if the model's configuration sets `variable_seq_lengths`.
         interlocks: whether ranks begin an iteration while other ranks still run the previous iteration, as
             post-validation allows.
     """

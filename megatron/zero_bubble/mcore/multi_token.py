@@ -17,8 +17,8 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
     """Return the last iteration's losses of multi-token prediction, and reset their sums; () except on the last stage.
 
     There is one loss for each further predicted token. Each loss is a mean over the microbatches and over the ranks of
-    `group`. Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last
-    stage.
+    `group`. With the data-parallel and context-parallel ranks as `group`, Megatron-LM logs the same losses.
+    `take_losses` is a collective call of `group`'s ranks on the last stage.
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on

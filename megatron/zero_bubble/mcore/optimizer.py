@@ -176,7 +176,7 @@ def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
-    """Return this rank's term of the squared norm of all gradients, a tensor with one element in fp32."""
+    """Return this rank's term of the squared norm of the gradients, as an fp32 tensor with one element."""
     gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
     device = torch.cuda.current_device()
     if not gradients:

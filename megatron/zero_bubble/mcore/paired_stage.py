@@ -3,8 +3,8 @@
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
 backward into nodes, such as the experts of a layer, and the exchanges of tokens before and after the experts. The
 method `run` of a plan takes the schedule plans of a forward and of another microbatch's backward, and executes the
-nodes of the two plans in turn. Computation runs on one CUDA stream, and exchanges between experts run on another CUDA
-stream.
+nodes of the two plans alternately. Computation runs on one CUDA stream, and exchanges between experts run on another
+CUDA stream.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
 
 
 class _KeptPlan(NamedTuple):
-    """The schedule plan of a microbatch's forward, kept until the microbatch's backward continues the plan."""
+    """The schedule plan of a microbatch's forward, kept for the microbatch's backward."""
 
     plan: Any
     loss: ScheduleNode | None
@@ -72,7 +72,7 @@ class _Pass(NamedTuple):
 
 @dataclass
 class PairedStage(MegatronStage):
-    """A stage that runs forwards and backwards by megatron-core's schedule plans, singly or in pairs."""
+    """A stage that runs forwards and backwards with megatron-core's schedule plans, singly or in pairs."""
 
     recorder: OpRecorder | None = None
     """Times the exchanges of tokens between experts; None if operations are not recorded."""

@@ -1,7 +1,7 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
-With `p` pipeline ranks, megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`.
-In a V of `p` ranks, chunk 1 runs from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were
+With `p` pipeline ranks, megatron-core always makes chunk `c` of rank `r` the virtual stage `c * p + r`. In a V of `p`
+ranks, the stages of chunk 1 run from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were
 `p - 1 - r`. While chunk 1 is built, a `StagePosition` with the rank `p - 1 - r` takes the place of the pipeline's
 process group. `StagePosition` has only a rank and a size, because megatron-core reads nothing else of the process
 group. In a V, rank 0 has both the first and the last stage. If the last stage of a V also uses the embedding, in a tied
@@ -107,7 +107,7 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
 def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
     """Check that a model's stages have `num_layers` decoder layers in all; a collective call of each pipeline's ranks.
 
-    Layers of multi-token prediction and models of other classes than `DECODER_MODELS` are not checked.
+    Layers of multi-token prediction, and models whose class is not in `DECODER_MODELS`, are not checked.
 
     Raises:
         ValueError: the stages do not have `num_layers` decoder layers in all; raised on all ranks of the pipeline.

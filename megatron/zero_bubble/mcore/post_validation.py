@@ -1,13 +1,13 @@
-"""Takes the optimizer's step without a global synchronisation, validates the step later, and amends a wrong step.
+"""Takes the optimizer's step without a global synchronization, validates the step later, and amends a wrong step.
 
-Before megatron-core's step updates a parameter, the step reduces the squared norm of the gradients over all stages and,
+Before megatron-core's step updates a parameter, the step all-reduces the squared gradient norm over all stages and,
 with a loss scale, a flag for gradients that are not finite. With post-validation each stage checks only its own
 gradients, starts the reductions over all stages in the background, and takes the optimizer's step. The reductions over
 all stages complete during the next iteration's warmup and usually confirm the step. If the reductions show that
-gradients should have been clipped or the step skipped, the step is undone and the right step is taken. If several
-recent steps were wrong, each rank takes the next optimizer's step only after the reductions. The updated parameters
-equal megatron-core's parameters bit for bit, because the reductions have the same inputs and process group as in
-megatron-core.
+gradients should have been clipped, the step is undone and repeated with clipped gradients. If the reductions show that
+the step should have been skipped, the step is only undone. If several recent steps were wrong, each rank takes its next
+optimizer step only after the reductions. The updated parameters equal megatron-core's parameters bit for bit, because
+the reductions have the same inputs and process group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Pending:
     waits: bool
     """Whether every rank withholds the step until its validation, because many recent steps were wrong."""
     squared_norms: list[torch.Tensor]
-    """Squared gradient norms: one per optimizer, or a single one if all optimizers share a group."""
+    """Squared gradient norms: one per optimizer, or a single one if all optimizers share a process group."""
     found_inf: list[torch.Tensor]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     reductions: list[Any]
@@ -75,10 +75,10 @@ class PostValidation:
         model_chunks: this rank's model chunks, wrapped in DDP.
 
     Attributes:
-        settled: function that is called with the outcome of every step, once the step is validated and a wrong step is
-            amended.
-        check_norm: function that is called with the norm of all gradients, or with None if an Inf or NaN was found,
-            before a wrong step is amended; `check_norm` may raise an error.
+        settled: function that is called with the outcome of every step, once the step is validated and, if it was
+            wrong, amended.
+        check_norm: function that every validation calls with the norm of all gradients, or with None if an Inf or NaN
+            was found; `check_norm` may raise an error, before a wrong step is amended.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, rollback: Rollback, model_chunks: Sequence[Any]) -> None:
@@ -170,7 +170,7 @@ class PostValidation:
         return was_wrong
 
     def parameters_changed(self) -> None:
-        """Record that parameters changed outside of a step, so that undoing the next step restores these parameters."""
+        """Record that parameters changed outside of a step, so that undoing the next step keeps these changes."""
         assert self._pending is None, "the last step has to be validated first"
         self._rollback.prepare()
 
@@ -229,7 +229,7 @@ class PostValidation:
         return inf > 0 or not math.isfinite(squared) or self._clips(squared**0.5)
 
     def _clips(self, norm: Norm | None) -> bool:
-        """Tell whether megatron-core's clipping changes gradients of norm `norm`; a NaN norm changes no gradient."""
+        """Tell whether megatron-core's clipping changes gradients of norm `norm`; a NaN norm causes no clipping."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
     def _skip(self, pending: _Pending, infinite: list[bool]) -> None:

@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Return the condition that a setting (weight shards) has a larger value than the setting `name` (tensor ranks)."""
+    """Return the condition that a setting is larger than the setting `name`, for example more shards than ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical SGD for megatron-core: each replica steps on its own gradients; replicas average their parameters.
+"""Hierarchical SGD for megatron-core: replicas take optimizer steps with their own gradients, and average parameters.
 
 In mixed precision, the optimizer's fp32 parameters are averaged, and the averages are then copied to the model's
 parameters.
@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 @dataclass(eq=False)
 class ReplicaAveraging:
-    """Averages this rank's parameters, in place of gradients, over replicas.
+    """Averages this rank's parameters, and not its gradients, over replicas.
 
     Create a `ReplicaAveraging` before the first training step.
 
@@ -38,7 +38,7 @@ class ReplicaAveraging:
         changed: function that is called when parameters or moments have been averaged.
 
     Raises:
-        ValueError: a part of the optimizer is of a class whose parameters cannot be averaged.
+        ValueError: `optimizer` contains an optimizer whose class does not support averaging.
     """
 
     hierarchy: Hierarchy

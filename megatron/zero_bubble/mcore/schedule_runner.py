@@ -47,9 +47,8 @@ from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validatio
 class ForwardBackward:
     """Runs forward and backward of all microbatches of a step with the schedules of a plan.
 
-    For each number of microbatches, a schedule is generated, completed by its communication operations and validated
-    once, and is kept for later steps. The process groups of the channels are created when the first step or evaluation
-    begins.
+    For each number of microbatches, one schedule is generated, completed with communication operations, validated, and
+    kept for later steps. The process groups of the channels are created when the first step or evaluation begins.
 
     Args:
         connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.

@@ -1,10 +1,10 @@
-"""Lets megatron-core save and load parameters and optimizer state that replicas share.
+"""Lets megatron-core save and load parameters and optimizer state that are sharded over replicas.
 
 If torch's FSDP2 shards a model, megatron-core saves each replica's rows of a parameter as a part of the whole
-parameter, under the name that the parameter has without sharding. Any number of replicas, sharded or not, can load a
-checkpoint of sharded replicas. This module corrects three steps of saving and loading with FSDP2: the matching of the
-optimizer's state to the parameters, the places of rows of gated layers, and the conversion of loaded tensors to shards.
-With the distributed optimizer, it corrects the places of parameters in the gathered state.
+parameter, under the name that the parameter has without sharding. A job with any number of replicas, with or without
+sharding, can load the checkpoint of a sharded model. This module corrects three steps of saving and loading with FSDP2:
+the matching of the optimizer's state to the parameters, the places of rows of gated layers, and the conversion of
+loaded tensors to shards. With the distributed optimizer, it corrects the places of parameters in the gathered state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _places_in_gathered_state(optimizer: MegatronOptimizer) -> Iterator[None]:
 
     megatron-core gathers the state of a buffer without the padding after each bucket. Up to version 0.19 it then reads
     the state of a parameter at the parameter's place in the buffer, which counts the padding. Later versions subtract
-    the padding before the parameter's bucket, which is 0 for the bucket that is given here.
+    the padding before the parameter's bucket; here this padding is 0, because every parameter is given bucket 0.
     """
     with ExitStack() as places:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -82,7 +82,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
-    """Return a copy of the factory `part` for saving a replica's rows of a gated weight or bias at the right places.
+    """Return a copy of the factory `part` that saves a replica's rows of a gated weight or bias at the right places.
 
     megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were the whole
     tensor of a tensor-parallel rank.
@@ -113,15 +113,15 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return the places, in the unsharded weight of a gated layer, of the rows that FSDP2 gives to one replica.
+    """Return where the rows that FSDP2 gives to one replica lie in the unsharded weight of a gated layer.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. FSDP2
     divides the rows of a tensor-parallel rank among this rank's replicas.
 
     Returns:
-        The indices of the pieces of the unsharded weight that the replica holds, and the total number of pieces. The
-        pieces are ranges of consecutive rows, all of the same length. Index 0 is the piece with the first rows.
+        The indices of the pieces that the replica holds, and the total number of pieces. The pieces divide the
+        unsharded weight into ranges of consecutive rows, all of the same length. Piece 0 has the first rows.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

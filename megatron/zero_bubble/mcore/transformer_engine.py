@@ -18,8 +18,8 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine; Megatron-LM's arguments require the same version. In version
-2.8.0, `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
+"""The oldest supported version of Transformer Engine. Megatron-LM requires this version for `delay_wgrad_compute` with
+overlapped reduction of gradients, and 2.7.0 for `delay_wgrad_compute` without fused accumulation of gradients."""
 
 
 def check_transformer_engine() -> None:

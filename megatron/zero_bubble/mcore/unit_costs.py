@@ -98,7 +98,7 @@ def measure_model(
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
-    """Build all units of the model; return the bytes of model states of the embedding, every layer and the output."""
+    """Build all units of the model; return the bytes of model states for the embedding, each layer and the output."""
     units = _units(kinds)
     states = []
     with undisturbed(), as_one_rank():
@@ -111,7 +111,7 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
 
 
 def _units(kinds: Sequence[int]) -> list[Unit]:
-    """Return one unit of the model of each kind, in model order: embedding, every kind of layer, and output."""
+    """Return the distinct units of the model, in model order: the embedding, one layer of each kind, and the output."""
     layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
 

@@ -88,7 +88,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Return a context that seeds the construction of each `owner` object outside of other units of the model."""
+        """Return a context that seeds the construction of each instance of `owner` that is not inside another unit."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -111,7 +111,7 @@ class _Construction:
 
 
 def _layer_number(call: dict[str, Any]) -> int:
-    """Return the number in the whole model of a layer that is constructed with the arguments `call`.
+    """Return the model-wide number of the layer that is constructed with the arguments `call`.
 
     The argument `layer_number` may be the layer's number in the stage.
     """

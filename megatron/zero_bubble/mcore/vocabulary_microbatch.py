@@ -21,7 +21,7 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast. `outgoing` keeps the tensors until the broadcast
+    """Kind of collective -> tensors that this rank broadcasts. `outgoing` keeps the tensors until the broadcast
     runs, because this rank's operations may drop their own references to the tensors earlier."""
     call: RecordedCall | None = None
     """The first stage's call of the model, which the embedding E records before F runs; None once F runs."""
@@ -46,7 +46,7 @@ class Microbatch:
     """Gradient of the loss with respect to the last stage's output, [n, hidden], for a gradient of 1 with respect to
     every token's loss; only on the last stage's rank."""
     loss_gradient: torch.Tensor | None = None
-    """Gradient with respect to the loss of every token, [n]."""
+    """Gradient of the training loss with respect to the loss of every token, [n]."""
 
 
 class KeptGradient(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Cuts a model's embedding and output layer into vocabulary shards, one shard of equal size for each rank.
+"""Cuts a model's embedding and output layer into vocabulary shards of equal size, one shard for each rank.
 
 Call `shard_vocabulary` after megatron-core has built the model chunks, and before `split_weight_gradients` and DDP. In
 a model with a sharded vocabulary, all ranks of the pipeline compute embedding and output layer together, as operations
@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule import Placement
 _NAME = "vocabulary_shard"
 """Name of the vocabulary shard among the modules of a rank's first chunk."""
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""megatron-core's names of the weights of the embedding and of the output layer, in models and in checkpoints."""
+"""megatron-core's names for the embedding's weight and the output layer's weight, in models and in checkpoints."""
 
 
 class VocabularyShard(torch.nn.Module):
@@ -61,7 +61,7 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Clear the sums of gradients, except the sums in `main_grad`."""
+        """Drop the weights' separate sums of embedding gradients, and leave `main_grad` unchanged."""
         for weight in self.weights:
             weight.forget_gradient()
 

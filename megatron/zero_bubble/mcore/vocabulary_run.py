@@ -34,8 +34,8 @@ class VocabularyRun:
         lane: the CUDA stream or thread in which the collectives run, beside the computation.
         first_rank: pipeline rank of the first stage.
         last_rank: pipeline rank of the last stage.
-        tensor_group: the tensor-parallel group of gathers that are part of the computation and run outside of `lane`.
-        is_sequence_parallel: whether each tensor-parallel rank has a part of the sequence between layers.
+        tensor_group: the tensor-parallel group for gathers that belong to the computation and do not run in `lane`.
+        is_sequence_parallel: whether, between layers, each tensor-parallel rank has only a part of the sequence.
         is_fused: whether gradients of the output layer are added straight into `main_grad` (apex).
         embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.
         output_layer: replaces the output layer in the last stage; None if the last stage is on another rank.
@@ -134,7 +134,10 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the shards' process groups while this rank runs no collective; other ranks' collectives then fail."""
+        """Leave the shards' process groups, so that later collectives of other ranks fail.
+
+        `close` must not be called while a collective runs on this rank.
+        """
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()
@@ -150,7 +153,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return collectives that stand in for `real`: they do not communicate, and use zeros or this rank's tensors."""
+    """Return collectives that replace `real` without communicating; they yield zeros or this rank's own tensors."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

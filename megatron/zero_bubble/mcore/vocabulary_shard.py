@@ -4,8 +4,8 @@ The rows of the output weights W are cut into shards W_d. From the hidden states
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 
-A shard also takes z_d, which is the label's logit if the label's row is in the shard, else 0. From m_d, s_d and z_d of
-all shards, every rank computes:
+A shard also computes z_d: the label's logit if the label's row is in the shard, else 0. From m_d, s_d and z_d of all
+shards, every rank computes:
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
@@ -250,7 +250,7 @@ class ShardWeight(torch.nn.Module):
         """Return the tensor in which the gradients of the embedding are added up.
 
         Tied weights have a separate buffer for embedding gradients. Schedules interleave gradients of embedding and
-        output layer differently, so with a single buffer the sum would depend bitwise on the schedule. If `main_grad`
+        output layer differently, so with a single buffer the sum's bits would depend on the schedule. If `main_grad`
         has 16 bits, the embedding gradients of untied weights also have a separate buffer, in fp32.
         """
         total = self._total()

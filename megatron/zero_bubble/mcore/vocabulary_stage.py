@@ -4,10 +4,10 @@
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
 The collectives run beside the computation, in a CUDA stream or a thread. On a GPU, collectives and computation use two
-streams, so that memory that one stream frees must not be reused while the other stream still reads this memory. Tensors
-that a collective creates are not overwritten too early, because each collective waits for all earlier computation.
-Tensors that a collective reads are kept until this rank has waited for a later collective, or are marked by
-`record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
+streams. Memory that one stream frees must not be reused while the other stream still reads this memory. Tensors that a
+collective creates are not overwritten too early, because each collective waits for all earlier computation. Tensors
+that a collective reads are kept until this rank has waited for a later collective, or are marked by `record_stream`.
+The rank that broadcasts a tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes W, the deferred weight gradients, for megatron-core's linear layers and hands these gradients to DDP.
 
 W ends by calling a hook of megatron-core's DDP, which adds `param.grad` to `main_grad` and starts the reduction of a
-bucket once the bucket is complete. DDP's hook adds weight gradients in the same order as with autograd. If the config
-of DDP sets `delay_wgrad_compute`, DDP passes its hook to every module that has the method
+bucket once the bucket is complete. DDP's hook adds the gradients of a weight in the same order as without deferral. If
+the config of DDP sets `delay_wgrad_compute`, DDP passes its hook to every module that has the method
 `register_wgrad_accumulation_and_reduce_hooks`.
 """
 
@@ -29,7 +29,7 @@ class LayerWeightGrad:
         self._sum = MicrobatchSum()
         self._of_microbatch = -1
         self.store = store
-        # If B and W are fused, autograd adds up the gradient and calls this hook once a backward, however often the
+        # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
         # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
         # strong reference would keep the model, its optimizer and its process groups in memory after their last use.
         this = weakref.ref(self)
@@ -45,14 +45,14 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the current microbatch's `MicrobatchSum`; each call lets the sum wait for one more term."""
+        """Return the current microbatch's `MicrobatchSum`; each call adds one to its number of expected terms."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add the term `grad` to the sum `into`; add a complete sum to `weight.grad`, and call DDP's hook.
+        """Add the term `grad` to the sum `into`; if the sum is complete, add it to `weight.grad` and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.

@@ -23,7 +23,7 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """`smallest[n]` is the minimum, over all partitions of the first n layers, of the largest sum of a part.
+    """`smallest[n]` is the largest sum of a part, minimized over all partitions of the first n layers.
 
     After k passes of the loop below, `smallest` describes partitions into k + 1 parts.
     """

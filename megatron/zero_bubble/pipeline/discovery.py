@@ -66,7 +66,7 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Load, autocast: Autocast) -> None:
-        """Pass the data of a training step to this rank's `LayerStage`, if possible without communication of the ranks.
+        """Pass a training step's data to this rank's `LayerStage`, if possible without communication between ranks.
 
         The ranks communicate only in the first step, and in a training step that follows an evaluation step. Other
         training steps use the message specs of the previous step. If the ranks do not
@@ -92,8 +92,8 @@ class StepMessages:
         """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs.
 
         Returns:
-            A text that lists all properties of this rank on which message specs depend. True if this rank has the first
-            stage and the inputs of microbatches differ in shape, otherwise False.
+            A pair: a text that lists all properties of this rank on which message specs depend, and whether this rank
+            has the first stage and the inputs of microbatches differ in shape.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

@@ -1,4 +1,4 @@
-"""Errors in the user's layers, loss function or optimizer; each error names what has failed."""
+"""Errors in the user's layers, loss function or optimizer; each error names the layer or function that failed."""
 
 from __future__ import annotations
 

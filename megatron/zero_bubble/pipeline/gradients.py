@@ -158,11 +158,11 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
 
 
 LayerNorm = tuple[int, torch.dtype, torch.Tensor]
-"""(index of a layer, type of a gradient of the layer, norm of the gradient); the norm is on the host."""
+"""(index of a layer, data type of one of the layer's gradients, norm of this gradient); the norm is on the host."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
-    """Return the norm of each gradient of this rank, computed by the functions in `torch.nn.utils.get_total_norm`.
+    """Return the norm of each gradient of this rank, computed as in `torch.nn.utils.get_total_norm`.
 
     Args:
         counted: pairs (index of a layer, parameter of the layer), in the order of the model. A parameter of a tied
@@ -180,7 +180,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Group tensors by device and type as in `torch.nn.utils.get_total_norm`; return each group's indices."""
+    """Group tensors by device and data type as in `torch.nn.utils.get_total_norm`; return each group's indices."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 
@@ -195,8 +195,8 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all ranks' gradients; training in a single process would give the same norm, bit by bit.
 
-    The total norm is computed on `device` from the norms of the single gradients, in the same order as in
-    `torch.nn.utils.get_total_norm`: by type, and within a type in the order of the model's parameters.
+    The total norm is computed on `device` from the norms of the individual gradients, in the same order as in
+    `torch.nn.utils.get_total_norm`: by data type, and within a data type in the order of the model's parameters.
     """
     if not norms:
         return torch.tensor(0.0)

@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""Class of modules -> number of parameters of these modules whose gradients are computed in B and not in W."""
+"""Name of a module class -> number of parameters of the class whose gradients are computed in B and not in W."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HeldLayers:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Builds the layers of a rank; the fields `layers` and `options` are the arguments of `Pipeline` of these names."""
+    """Builds the layers of a rank; `layers` and `options` are the arguments of `Pipeline` with these names."""
 
     layers: Sequence[Any]
     device: torch.device
@@ -54,7 +54,7 @@ class LayerBuilder:
         """Build the layers of the stages of `rank`.
 
         Raises:
-            ValueError: a layer cannot be built, or a layer has an embedding with `max_norm` under `post_validation`.
+            ValueError: a layer cannot be built, or, with `post_validation`, a layer has an embedding with `max_norm`.
         """
         chunks: list[list[HeldLayer]] = []
         tied: dict[str, dict[int, nn.Module]] = defaultdict(dict)
@@ -114,7 +114,8 @@ class Summary:
     def text(self) -> str:
         """Return a text about the partition of layers and about the module classes whose weight gradients B computes.
 
-        For each of these module classes, the text contains the share of all parameters whose gradients B computes.
+        For each of these classes, the text gives the number of parameters whose gradients B computes, as a percentage
+        of all parameters of the model.
         """
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]

@@ -46,7 +46,7 @@ class Interconnect:
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives among some ranks, for tensors on `device`; all these ranks make this call.
+        """Open collectives among the ranks `members`, for tensors on `device`; a collective call of these ranks.
 
         Args:
             members: the ranks, in ascending order.

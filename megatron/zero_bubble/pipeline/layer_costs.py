@@ -38,7 +38,7 @@ def measure_layers(
     device: torch.device,
     split_layers: Sequence[type[nn.Module]] = (),
 ) -> list[LayerTimes]:
-    """Return the median times of F, B and W of every layer; the last layer includes the times of the loss function.
+    """Return the median times of F, B and W of every layer; the last layer's times include the loss function.
 
     `measure_layers` runs a copy of each layer, so that the layers themselves do not change.
 

@@ -32,18 +32,18 @@ class HeldLayer:
     class_name: str
     module: torch.nn.Module
     call: Callable[[Any], Any]
-    """The function that runs the layer: the module itself, or a function of the module."""
+    """The function that runs the layer: the module, the `forward` of a `TiedLayerSpec`, or a `DroppingLayer`."""
 
 
 class LayerStage:
-    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s for tensors.
+    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s in place of tensors.
 
     The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
     finish the step, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
         chunks: for each stage of the rank, a list of the stage's layers.
-        loss_fn: the loss function of the output of the last layer and the targets of a microbatch.
+        loss_fn: function that computes the loss from the last layer's output and the targets of a microbatch.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LayerStage:
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
         """Set the structure, shapes and types of the message that each stage sends to the next stage.
 
-        If `shapes_vary` is set, microbatches may have other shapes than the shapes in `sent`.
+        If `shapes_vary` is set, the shapes of a microbatch's messages may differ from the shapes in `sent`.
         """
         self._sent, self._shapes_vary = sent, shapes_vary
         self._expected = {stage: spec.announced() if shapes_vary else spec for stage, spec in sent.items()}
@@ -94,7 +94,7 @@ class LayerStage:
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
     def forget_forwards(self) -> None:
-        """Discard what this step's forwards have recorded: losses, failures and the shapes of gradients."""
+        """Discard the losses, failures and shapes of gradients that this step's forwards have recorded."""
         self.losses: dict[int, torch.Tensor] = {}
         self.failures: list[Failure] = []
         self.cause: Exception | None = None
@@ -110,7 +110,7 @@ class LayerStage:
         self.forget_forwards()
 
     def step(self) -> None:
-        """Do nothing: gradients are summed over tied layers' copies and replicas later, before the optimizer's step."""
+        """Do nothing: `train_step` sums gradients over tied copies and replicas, then takes the optimizer's step."""
 
     def end(self) -> torch.Tensor | None:
         """Release the data of the step, and return the step's loss; None if the last stage is not on this rank."""
@@ -252,7 +252,7 @@ class LayerStage:
         return output
 
     def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether the chunk has a checkpointed layer; in F, outputs of checkpointed layers require gradients."""
+        """Tell whether a layer of the chunk is checkpointed; its outputs require gradients if F drops activations."""
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:

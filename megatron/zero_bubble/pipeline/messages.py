@@ -59,7 +59,7 @@ class MessageSpec:
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return this spec of gradients without shapes, for a receiver that asks `find` for the shapes.
+        """Return this spec of gradients without its shapes; the receiver gets the shapes by calling `find`.
 
         `find` returns one `TensorSpec` for each gradient, or None if the shapes are not known yet.
         """
@@ -75,7 +75,7 @@ class MessageSpec:
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
     def differs_in_constants_only(self, other: MessageSpec) -> bool:
-        """Tell whether the constants of two specs are their only difference, apart from shapes."""
+        """Tell whether two specs are equal except for constants and shapes."""
         ours, theirs = (
             pytree.tree_map(lambda leaf: leaf if isinstance(leaf, AnySpec) else None, each.announced().template)
             for each in (self, other)
@@ -153,7 +153,7 @@ class StageMessage:
         return list(compress(self.tensors, self.spec.needs_gradient))
 
     def requires_grad_(self) -> None:
-        """Set `requires_grad` of tensors whose gradients the sender needs; the executor calls it after a receive."""
+        """Set `requires_grad` of tensors whose gradients the sender needs; called by the executor after a receive."""
         for tensor in self.wanted:
             tensor.requires_grad_()
 

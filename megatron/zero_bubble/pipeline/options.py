@@ -35,11 +35,11 @@ class PipelineOptions:
         memory_limit: limit for the activation memory of each rank: one number for all ranks, or a list with a number
             for each rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
             rank. The default of `memory_limit` is the memory that the named schedule needs.
-        offload: bandwidth of the link between a rank's device and its host in each direction. The unit of `offload` is
-            the activations of one microbatch per duration of one forward. If `offload` is a number, a planned schedule
-            copies activations to the host and back where the copies make the schedule faster under `memory_limit`. With
-            `offload`, microbatches keep the order of the data. If `offload` is None, no activations are copied to the
-            host.
+        offload: bandwidth, in each direction, of the link between a rank's device and its host: the number of
+            microbatches whose activations the link copies in the time of one forward. If `offload` is a number, a
+            planned schedule copies activations to the host and back where the copies make the schedule faster under
+            `memory_limit`. With `offload`, microbatches keep the order of the data. If `offload` is None, no
+            activations are copied to the host.
         checkpoint: whether all layers drop their activations in F and repeat their forward in R. The argument
             `checkpoint` of a `LayerSpec` selects recomputation for a single layer.
         split_layers: classes of layers, in addition to `weight_split.SPLIT_LAYERS`, whose backward is split into B and

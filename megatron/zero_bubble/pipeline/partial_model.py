@@ -16,7 +16,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 
 
 class PartialModel(nn.Module):
-    """A module that holds this rank's layers under their names in a `torch.nn.Sequential` of all layers."""
+    """A module that holds this rank's layers, with the names that a `torch.nn.Sequential` of all layers gives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class PartialModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's layers from `state_dict`, which may contain layers of other ranks as well."""
-        elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # also of layers that are one module
+        elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # layers may share a module
         own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
         return super().load_state_dict(own, strict, assign)
 

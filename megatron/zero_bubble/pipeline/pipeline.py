@@ -160,7 +160,7 @@ class Pipeline(PartialModel):
         """Validate the last training step, and return the outcome of the step; None if the outcome was returned before.
 
         Call `settle` before code outside the pipeline reads parameters or the optimizer's state. Methods of
-        `Pipeline` need no preceding call of `settle`, because they validate the last training step themselves.
+        `Pipeline` that train, evaluate, or return or load a state dict validate the last training step themselves.
         """
         self._validate()
         return self._late.take_outcome() if self._late is not None else None
@@ -215,7 +215,7 @@ class Pipeline(PartialModel):
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Validate the last training step; load this rank's layers from a state that may have further layers."""
+        """Validate the last training step; load this rank's layers from a state that may contain other layers."""
         self._validate()
         return super().load_state_dict(state_dict, strict, assign)
 

@@ -40,7 +40,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A request for a `StageLayout`; a field with the name of an argument of `Pipeline` has the same meaning."""
+    """A request for a `StageLayout`; a field with the name of an argument of `Pipeline` has that argument's meaning."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -127,7 +127,7 @@ class LayoutRequest:
 
 
 def num_parameters(index: int, layer: Any) -> int:
-    """Count the parameters of layer `index`; a `LayerSpec` is built on the meta device, without memory."""
+    """Count the parameters of layer `index`; a `LayerSpec` is built on the meta device, which takes no memory."""
     if isinstance(layer, LayerSpec):
         try:
             layer = built_on_meta(layer)

@@ -38,7 +38,7 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level`, because the memory level is 0 in every pipeline: there is no memory limit in bytes."""
+        """Return `level`: all pipelines have a `StepDecision.level` of 0, because no memory limit is given in bytes."""
         return level
 
 

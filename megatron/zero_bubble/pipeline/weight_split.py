@@ -76,8 +76,8 @@ def split_modules(
     `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
-        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of these classes takes one
-            tensor, returns one tensor, and does not keep the returned tensor. A layer of a class in `others` is split
+        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of these classes must take
+            one tensor, return one tensor, and not keep the returned tensor. A layer of a class in `others` is split
             as a whole, and its submodules are not split.
 
     Returns:
@@ -208,7 +208,7 @@ class _SplitLayer:
         return (None,) * (len(tensors) - len(wanted)) + found
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Defer the weight gradient of one call of the layer; one W computes those of all calls."""
+        """Defer the weight gradient of one call of the layer; one W computes the weight gradients of all calls."""
         if self._of_bundle != self.store.num_flushed:
             self._of_bundle, self._calls = self.store.num_flushed, []
             weight_grad = partial(_run_weight_backward, self._calls, parameters)
@@ -253,10 +253,10 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Any:
 
 
 def _is_checkpointed_by_torch() -> bool:
-    """Whether `torch.utils.checkpoint` saves tensors of the running forward, with `use_reentrant=False`.
+    """Whether the running forward is inside `torch.utils.checkpoint` with `use_reentrant=False`; if so, warn.
 
-    `torch.utils.checkpoint` repeats the forward in every backward that reads a saved tensor, so that the backwards of a
-    split layer, one in B and one in W, would each repeat the forward once more. The function warns that W stays in B.
+    `torch.utils.checkpoint` repeats the forward in every backward that reads a saved tensor, so that B and W of a
+    split layer would each repeat the forward. The warning says that W stays in B.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if not hooks or hooks[0].__module__ != checkpoint.__module__:

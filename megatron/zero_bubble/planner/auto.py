@@ -78,12 +78,12 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits of p ranks in a V-shaped placement, for `in_flight_on(p)` microbatches in flight on both chunks.
+    """Memory limits of p ranks in a V-shaped placement, for `in_flight_on(p)` microbatches in flight on each chunk.
 
     Each limit includes the memory that one B of each chunk adds.
 
     Args:
-        in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.
+        in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each chunk.
         request: a request whose costs and ranks determine the memory limits.
     """
     costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)

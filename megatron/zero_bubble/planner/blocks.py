@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try: time of F of chunk 0, and of B of chunk 1, through all ranks, divided by the time of F and B."""
+"""Fractions to try for each chunk: time of its leg from first to last rank, divided by the time of its two legs."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
@@ -70,7 +70,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for `times` (F, B, period), in which B of chunks 1 and 0 waits for `delays` time slots."""
+    """Return the block for `times` (F, B, period) and for `delays` of B (of chunk 1, of chunk 0) in time slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -80,7 +80,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return the typical times of an F and a message, of a B and a message, and of a period of a building block."""
+    """Return three typical times: F plus a message, B plus a message, and the period of a building block."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
@@ -91,7 +91,7 @@ def _median_times(problem: Problem) -> tuple[float, float, float]:
 
 
 def repeated(problem: Problem, block: Block) -> list[Order]:
-    """Return the order of F and B on every rank, sorted by start time, if a building block is repeated every period."""
+    """Repeat a building block every period; return the F and B of each rank in the order of their start times."""
     p, size = problem.num_ranks, problem.num_stages
     leg_starts = [0.0]
     for leg, turn in zip(block.legs, block.turns, strict=False):

@@ -25,7 +25,7 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Longest path from the first F of a rank through later stages to its last W. For m microbatches, p equal stages
+    """Longest path from a rank's first F through later stages to its last W. For m microbatches, p equal stages
     and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
     """The larger of two bounds under the memory limit: `dependency` plus idle time that the limit forces on a rank,

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""A simpler layout is chosen if its plan is slower by at most this factor, because measured costs have such errors."""
+"""A simpler layout is chosen if its plan is slower by at most this factor, about the error of measured costs."""
 SHARDING_GAIN = 1.03
 """Least speedup at which a layout with vocabulary shards, whose collectives cost CPU time, is chosen."""
 

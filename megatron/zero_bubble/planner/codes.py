@@ -95,7 +95,7 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def keeping(self, code: int) -> int:
-        """Replace the code of an F that drops activations by the code of an F that keeps them; keep all other codes."""
+        """For an F that drops activations, return the code of an F that keeps them; return other codes unchanged."""
         return code - self.drop if self.drop <= code < self.e else code
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:

@@ -48,9 +48,9 @@ class OrderGraph:
         self.end = [0.0] * len(self.duration)
         """Operation -> time at which its result is ready."""
         self.tail = [0.0] * len(self.duration)
-        """Operation -> length of the critical path from its start to the end of the slowest rank."""
+        """Operation -> length of the longest path from its start to the end of a rank, plus `final` of this rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> start time of its span, or of the makespan if plans are compared by makespan, multiplied by -1."""
+        """Rank -> -1 times the start time of its span, or of the makespan if plans are compared by makespan."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
@@ -65,7 +65,7 @@ class OrderGraph:
             self._drop(forward, drops=forward in recomputed)
 
     def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> None:
-        """Replace the operations of `rank` from position `first` up to position `end` by `part`.
+        """Replace the operations of `rank` at the positions `first` to `end - 1` by `part`.
 
         `part` contains the replaced operations in another order, possibly with some R added or removed.
         """
@@ -229,7 +229,7 @@ class OrderGraph:
 
 
 Neighbours = tuple[tuple[tuple[int, float], ...], ...]
-"""Operation -> (other operation, latency of the result) for each source of an input, or for each user of its result."""
+"""Operation -> pairs (other operation, latency): the operations that it needs (`needs`), or that need it (`users`)."""
 
 
 @lru_cache(maxsize=16)

@@ -54,7 +54,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, with every R that has become known (see `Problem.work`)."""
+        """Rank -> total time of its operations, including every R that has become known (see `Problem.work`)."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -66,7 +66,7 @@ class EventLoop(ABC):
         """Code of an operation -> known arrival times of the operation's inputs, by microbatch."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Operation code -> number of started operations; an F that drops activations counts as a plain F."""
+        """Operation code -> number of started operations; an F that drops activations counts under `Codes.f`."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -82,7 +82,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> losses and shard operations with known arrivals that have not run or entered `weights`."""
+        """Rank -> number of losses and shard operations with known arrivals that have not run or entered `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []

@@ -1,4 +1,4 @@
-"""Plans ranks with several chunks: microbatches pass through the chunks in groups, as in interleaved 1F1B."""
+"""Plans orders for ranks with several chunks: microbatches pass through chunks in groups, as in interleaved 1F1B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Sizes of as many microbatch groups as possible, of at least `size` microbatches; sizes differ by at most 1."""
+    """Sizes of the groups if microbatches are divided evenly into as many groups of at least `size` as possible."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -138,7 +138,7 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits in memory beside all F that the oldest unfinished microbatch has left on the rank.
+        """Whether `f` fits in memory beside all F that the oldest unfinished microbatch still has to run on the rank.
 
         Memory for all F of the oldest unfinished microbatch is reserved, so that later microbatches do not take the
         memory.

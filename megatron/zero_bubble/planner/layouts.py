@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Numbers of model chunks per rank to try in order, while each number speeds up the plan by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Recomputation is no longer tried after this number of successive placements and vocabularies without a speedup."""
+"""Recomputation is tried until this number of successive combinations (placement, vocabulary) bring no speedup."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -52,7 +52,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: number of layers; with more than 4 chunks per rank, every stage but the first and last needs one.
+        num_layers: number of layers; with more than 4 chunks per rank, each stage but the first and last needs a layer.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))

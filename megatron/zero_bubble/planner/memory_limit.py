@@ -21,7 +21,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the memory of a rank for activations in flight and for the temporary memory of one operation.
+    """A limit on a rank's memory for the activations in flight plus the temporary memory of one operation.
 
     At most one of `multiple` and `num_bytes` is given; if neither is given, the limit is the free memory of the device.
     """
@@ -31,11 +31,11 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers to interleaved 1F1B, whose peak is (p + (p-1)/v) M_B, if a rank has v > 1 chunks."""
+    """With v > 1 chunks on each of p ranks, whether `multiple` refers to interleaved 1F1B's peak (p + (p-1)/v) M_B."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
-    """Microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; p by default."""
+    """Microbatches that interleaved 1F1B runs on a chunk before the next chunk's turn; by default one for each rank."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:

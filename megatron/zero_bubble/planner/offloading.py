@@ -25,7 +25,7 @@ _STEP = 2**0.5
 _MOST_LIMITS = 5
 """Largest number of memory limits, above the problem's limit, under which schedules without copies are planned."""
 _ROUNDS = 3
-"""Rounds in which copies are placed in a schedule, each with simulated times of the previous round's schedule."""
+"""Number of rounds in which copies are placed; each round uses the simulated times of the previous round's schedule."""
 _NEAR = 1.05
 """Copies are placed again if the schedule takes at most this factor times as long as the fastest schedule so far."""
 
@@ -44,11 +44,11 @@ class CopyRule(NamedTuple):
     lead: float
     """How early the copy back to the device is queued before the backward, as a multiple of the copy's time."""
     patience: float
-    """Longest time of queued copies, in multiples of a new copy's time, at which F queues the new copy at once."""
+    """F queues its copy at once if the copies already queued will take at most this multiple of its copy's time."""
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Estimated time of a copy, relative to its real time. Below 1, ranks rather wait for copies about to end."""
+    """Assumed time of a copy divided by its real time. A value below 1 makes ranks wait for copies that end soon."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -80,7 +80,7 @@ def offloaded(
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
-        problem: the planning problem, whose memory limits the returned schedule keeps.
+        problem: the planning problem; the returned schedule fits in its memory limits.
         shortest: time of the best schedule without copies.
 
     Returns:
@@ -112,7 +112,7 @@ def offloaded(
 
 
 def _faster(best: _Copied, uncopied: tuple[Timeline, float], rules: Iterable[CopyRule], problem: Problem) -> _Copied:
-    """Make a schedule with copies of `uncopied` for each rule; return the fastest, or `best` if `best` is faster."""
+    """Insert copies into `uncopied` by each rule; return the fastest schedule, or `best` if `best` is faster."""
     for rule in rules:
         timed, factor = uncopied
         for _ in range(_ROUNDS):

@@ -2,7 +2,7 @@
 
 Every F, B and W is a time interval on its rank. The constraint program has four constraints: the intervals of a rank do
 not overlap; a stage runs the operations of one kind in microbatch order; an operation starts after its inputs are
-ready; and the memory that F allocates and that B and W release never exceeds the memory limit. The solver minimises the
+ready; and the memory that F allocates and that B and W release never exceeds the memory limit. The solver minimizes the
 longest span of a rank, and starts from the schedule of the planner.
 """
 
@@ -33,7 +33,7 @@ TOLERANCE = 5e-4
 LONGEST = 2**40
 """Largest sum of the time steps of all operations, well below the largest integer of the solver, 2**63."""
 MAX_OPERATIONS = 1_000
-"""Largest number of F, B and W; in larger instances the solver does not even find the schedule of its hint."""
+"""Largest number of F, B and W; in larger instances the solver does not even find the schedule given as its hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 
 

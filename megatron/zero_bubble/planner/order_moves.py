@@ -20,9 +20,9 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations that are tried at each end of a stretch of the critical path (see the top of this file)."""
+"""Number of operations at each end of a stretch (see the top of this file) that moves may shift past this end."""
 HORIZON = 200
-"""Number of operations after an operation above the memory limit among which a repair searches for a W or B."""
+"""If an operation exceeds the memory limit, a repair searches this number of next operations for a W or B."""
 
 
 class Move(NamedTuple):
@@ -84,7 +84,7 @@ class OrderMoves:
                 yield from self._without_r(stretch)
 
     def fitting(self, move: Move) -> Iterator[Move]:
-        """Yield `move` if it keeps the rank's memory limit; otherwise yield repaired versions of `move` that do."""
+        """Yield `move` if it fits in the rank's memory limit; otherwise yield repaired versions of `move` that fit."""
         moves: Iterable[Move | None] = [move]
         if not self._fits(move):
             first_drops = (False, True) if self.may_drop else (False,)
@@ -107,7 +107,7 @@ class OrderMoves:
 
     @staticmethod
     def _out_of(stretch: Stretch) -> Iterator[tuple[int, int]]:
-        """Yield moves (source position, target position) of operations of a stretch past its start or its end."""
+        """Yield (source position, target position) of each move of an operation past the start or end of `stretch`."""
         for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
             yield source, stretch.last
         for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
@@ -181,7 +181,7 @@ class _Repair:
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
-        """The F that drops its activations before, and keeps them after the move; None without such an F."""
+        """The F that drops its activations before the move and keeps them after the move; None without such an F."""
         self._new_drops: set[int] = set()
         """Numbers of the F that keep their activations before the move and drop them after the move."""
         self._b, self._w, self._r = moves.b, moves.w, moves.r
@@ -205,7 +205,7 @@ class _Repair:
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Place the first W that can run before the next operation; return whether a placed W releases memory."""
+        """Place the first W that can run before the next operation; return whether it exists and releases memory."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):

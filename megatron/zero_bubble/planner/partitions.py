@@ -13,12 +13,12 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Weight of unequal work of the stages in the compared time of a partition: the estimate times `1 + STAGES_WEIGHT * u +
-HOLDING_WEIGHT * v`, with the `_unevenness` u of the stages' work and v of the ranks' memory."""
+"""Weight of unequal work of the stages in `Balance.time`, which is the estimate times `1 + STAGES_WEIGHT * u +
+HOLDING_WEIGHT * v`; u is the `_unevenness` of the stages' work, and v is the `_unevenness` of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
-"""Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
+"""Weight of unequal memory of the ranks in `Balance.time` (see the formula at `STAGES_WEIGHT`)."""
 ALIKE = 1.005
-"""Factor between the times of partitions up to which measurement errors decide; the most even partition is taken."""
+"""Among plans whose times differ by at most this factor (measurement errors), the most even partition is chosen."""
 
 
 class Balance:
@@ -241,7 +241,7 @@ def moves_from(
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Sorted partitions after a move of one layer, whose time is at most `tolerance` times the time of `partition`."""
+    """Partitions after a move of one layer that take at most `tolerance` times as long as `partition`, best first."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)

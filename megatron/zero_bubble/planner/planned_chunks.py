@@ -32,15 +32,15 @@ RULES = (
     (GapRule.BALANCED, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Rules to try for the two best group sizes: for gaps shorter than a W, and for gaps shorter than an F."""
+"""Pairs (rule for gaps shorter than a W, rule for gaps shorter than an F) to try with the two best group sizes."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Fractions to try for the decrease of microbatches in flight over the ranks; with 1 they decrease to one."""
+"""Fractions x to try: the limit on microbatches in flight falls from n on rank 0 to n - x (n - 1) on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
-"""Number of group sizes that are tried while no plan fits, for a problem of any size."""
+"""Largest number of group sizes that are tried regardless of the budget while no plan fits in memory."""
 
 FAR = 1.25
-"""Group sizes further from the first size than one whose plan takes this factor times the best time are skipped."""
+"""If a group size's plan takes more than this factor times the best time, sizes further from the first are skipped."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -50,7 +50,7 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     """Return the best schedule that fits in memory, among planned schedules and named schedules such as 1F1B.
 
     A named schedule with a fused B and W can be faster than the plan, because the planner keeps B and W apart, and
-    reserves the memory that B adds as soon as F or R starts.
+    reserves, from the start of F or R, the memory that B adds.
 
     Args:
         problem: a problem with a linear or an interleaved placement.
@@ -136,7 +136,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
 
 
 def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
-    """Plan with each tuple of group sizes in `choices`, the most promising first; keep the best in `portfolio`."""
+    """Plan with the group sizes in `choices`, the most promising first; keep the best plans in `portfolio`."""
     problem = portfolio.problem
     if problem.recomputes:
         for groups in choices[:3]:
@@ -173,7 +173,7 @@ def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """Slopes to try, the most promising first; a slope is the difference in F between the warmups of successive ranks.
+    """Slopes to try, the most promising first; a slope is the number of F by which warmups of successive ranks differ.
 
     With Megatron's slope, a difference of 2 F between the warmups of successive ranks, no rank is idle before its first
     B if F takes as long as B. With the slope `until_b`, which is computed from durations and message times, no rank is
@@ -190,13 +190,13 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 
 def _filling_slope(problem: Problem) -> float:
-    """Difference between the warmups of successive ranks, in numbers of F, with which rank 0 fills its memory."""
+    """The slope (see `_slopes`) with which the warmup of rank 0 fills its memory."""
     each = problem.whole_memory[0] / problem.placement.num_chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
 
 
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield limits on microbatches in flight with one chunk per rank, which fall from the first rank to the last.
+    """For one chunk per rank, yield limits on microbatches in flight that fall from the first rank to the last.
 
     On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep these ranks
     busier.
@@ -211,7 +211,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
-    """For several chunks per rank, yield limits on microbatches in flight, as reached in `alternating_orders`."""
+    """For several chunks per rank, yield as limits the numbers of microbatches in flight in `alternating_orders`."""
     for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 

@@ -30,7 +30,7 @@ NUM_PLANS = 3
 MOST_PLANS = 25
 """Largest number of plans that are kept, because local searches from a few best plans often end in the same plan."""
 FEW_MOVES = 40
-"""Least number of moves of the local search on every plan, before it continues with the `NUM_PLANS` best plans."""
+"""Least number of moves that the local search tries on each plan before it focuses on the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2
@@ -40,7 +40,7 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the budget for a search without vocabulary shards, into whose plans shard operations are inserted."""
+"""The search for plans into which shard operations are inserted gets the budget divided by this number."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 
@@ -50,8 +50,8 @@ def _budget_of(problem: Problem) -> int:
 
     The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders. If the
     budget of the problem is zero, the search gets the budget for `QUICK_CANDIDATES` candidate orders. For a long
-    problem (see `Problem.is_long`), the search gets a quarter of the budget of the problem, but at least that for a
-    quarter of `LEAST_CANDIDATES` candidate orders.
+    problem (see `Problem.is_long`), the search gets a quarter of the budget of the problem, but at least a quarter
+    of the budget for `LEAST_CANDIDATES` candidate orders.
     """
     if problem.is_long:
         return max(problem.budget // 4, LEAST_CANDIDATES * problem.num_ops // 4)
@@ -104,7 +104,7 @@ class Portfolio:
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
     def improve(self, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve plans by local search until one reaches the target cost: first all briefly, then the best plans.
+        """Improve plans by local search, first many plans briefly, then the best, until a plan reaches the target cost.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 

@@ -18,8 +18,8 @@ from megatron.zero_bubble.schedule.timeline import Idle, Timeline
 
 @dataclass(frozen=True)
 class MegatronsTime:
-    """Time of a step under megatron-core's own schedule: predicted for Megatron's split when the layout was chosen, or
-    measured in the layout of the run.
+    """Time of a step under megatron-core's own schedule: predicted for Megatron's split of the layers when the layout
+    was chosen, or measured in the layout of the run.
 
     Attributes:
         milliseconds: predicted or measured time of the step.

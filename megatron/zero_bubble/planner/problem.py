@@ -111,7 +111,7 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether plans are compared by their makespans, and not by the longest span of a rank.
 
-        With planned recomputation, a plan with a shorter longest span of a rank can have a longer makespan.
+        With planned recomputation, a plan can have a longer makespan although the longest span of a rank is shorter.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
@@ -124,7 +124,7 @@ class Problem:
         return self.judged(max(map(sub, ends, starts)), max(ends) - self.first_start(starts))
 
     def first_start(self, starts: Sequence[float]) -> float:
-        """The time from which the makespan is measured; `starts` has the start of every rank's span."""
+        """The time from which the makespan is measured; `starts` contains the start of every rank's span."""
         return 0.0 if self.has_shards else min(starts)
 
     @property
@@ -197,7 +197,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For messages between stages s and s + 1: a tuple of latencies, and a tuple of times that occupy a rank."""
+        """Two tuples for messages between stages s and s + 1: latencies, and times for which messages occupy a rank."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)

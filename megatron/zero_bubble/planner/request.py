@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 600_000
-"""Default effort, in planned operations over all candidate schedules; a search with it takes one to two seconds."""
+"""Default effort: planned operations, summed over all candidate schedules; a search takes one to two seconds."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 DRAFT_EFFORT = 10_000

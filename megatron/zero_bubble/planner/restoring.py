@@ -1,4 +1,4 @@
-"""Chooses the number of groups of layers in which each stage recomputes its activations, within a memory limit."""
+"""Chooses into how many groups of layers each stage divides its recomputation, within a memory limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Groups = tuple[int, ...]
 
 
 def groupings(problem: Problem) -> list[Groups]:
-    """The numbers of groups of layers to try for each stage, the fewest groups first.
+    """Numbers of layer groups to try for each stage, the fewest groups first.
 
     With more groups of layers, a stage takes less memory, but its B takes longer. With more groups, the B includes more
     of the stage's recomputation and weight gradients, and the previous stage waits for the B. On a rank that is not
@@ -26,8 +26,8 @@ def groupings(problem: Problem) -> list[Groups]:
         problem: a problem with memory limits.
 
     Returns:
-        Tuples with one number per stage: the stage's number of groups of layers. If the stages fit in memory with the
-        largest numbers of groups, the stages fit with every returned tuple.
+        Tuples with the number of layer groups of each stage. If the stages fit in memory with the largest numbers of
+        groups, the stages fit with every returned tuple.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

@@ -35,8 +35,8 @@ class Keeping:
         """The rules to try for dropping activations: a single rule if no microbatch may be recomputed.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The R (recomputation) of the
-        first microbatch can run before any B is ready, and a later R can reuse the memory. One rule drops activations
-        only in the warmup and in the cooldown, where ranks idle.
+        first microbatch can run before any B is ready, and a later R can reuse the memory that this R allocates. One
+        rule drops activations only in the warmup and in the cooldown, where ranks idle.
         """
         if not problem.recomputes:
             return (cls(),)

@@ -191,7 +191,7 @@ def prepare(
         costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
         forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have no
             effect on an evaluation.
-        orders_tail: whether the last W of every rank run chunk by chunk, so that the executor can run these W parameter
+        orders_tail: whether each rank runs its last W grouped by chunk, so that the executor can run these W parameter
             by parameter. With `orders_tail`, each gradient is complete early, and is reduced while other gradients are
             computed.
         post_validation: whether STEP and VALIDATE are added to the schedule.

@@ -12,11 +12,11 @@ PROMISING = 1.05
 _SMALL = 3000
 """Largest number of F, B and W of a small problem, for two chunks per rank; more layouts are tried."""
 _LARGE = 5000
-"""Smallest number of F, B and W of a large problem, for two chunks per rank; only one round of planning is made."""
+"""Smallest number of F, B and W, for two chunks per rank, at which a search above `QUICK_EFFORT` has only one round."""
 _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
-"""Largest number of F, B and W over all further partitions of a layout; at least one is planned."""
+"""Largest number of F, B and W summed over the further partitions of a layout; at least one partition is planned."""
 
 
 @dataclass(frozen=True)

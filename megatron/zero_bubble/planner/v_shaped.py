@@ -27,12 +27,12 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 50
-"""Least budget of the local search per operation of the schedule, for the default effort; proportional to effort."""
+"""Least budget of the local search per operation of the schedule; a budget below `EFFORT` reduces it in proportion."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Pairs (share, decrease): chunk 0 of rank 0 may have `share` times the microbatches in flight that fit in memory, and
-each next rank `decrease` fewer."""
+"""Pairs (share, decrease) for limits on microbatches in flight in chunk 0: the limit of rank 0 is `share` times the
+number that fits in memory, and the limit of each next rank is `decrease` lower."""
 NUM_SPARSE = 4
 """Number of building blocks to try for each number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
@@ -165,7 +165,7 @@ def _back_to_back(problem: Problem) -> Schedule | None:
 
 
 def _max_in_flight(problem: Problem) -> float:
-    """The number of microbatches in flight on both chunks that fits in the memory of every rank.
+    """The largest number of microbatches in flight on both chunks that fits in the memory of every rank.
 
     In a problem with recomputation, every microbatch in flight is assumed to drop its activations.
     """

@@ -1,4 +1,4 @@
-"""Sends tensors between neighbouring pipeline ranks.
+"""Sends tensors between neighboring pipeline ranks.
 
 Each ordered pair of ranks that exchange messages is a *channel*. A message on one channel never waits for a message on
 another channel. The messages of one channel arrive in the order in which the sender sends them. The schedule
@@ -215,7 +215,7 @@ class HostCommunicator(TorchCommunicator):
 
     `send` waits until the device has computed the message, and `PendingReceive.wait` copies the message to the device.
     Because no work on the device waits for another rank, a valid schedule always runs to its end, even on a GPU with
-    one hardware queue, and even if other code synchronises the device. A `HostCommunicator` is slow and meant for
+    one hardware queue, and even if other code synchronizes the device. A `HostCommunicator` is slow and meant for
     debugging.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.

@@ -23,7 +23,7 @@ class PendingCopy(Protocol):
     """Queued copies between a device and host memory, which may not have ended yet."""
 
     def wait(self) -> None:
-        """Make all computation that this process launches later wait until these queued copies have ended."""
+        """Make all later computation of this process wait until these queued copies have ended."""
 
     def seconds(self) -> float:
         """Wait until these queued copies have ended, and return how many seconds the copies took."""

@@ -165,7 +165,7 @@ class Exchanges:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for all pending collectives; return the collectives whose results this rank should have used."""
+        """Wait for all pending collectives; return the collectives whose results this rank has failed to use."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()

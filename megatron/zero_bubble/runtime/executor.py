@@ -39,7 +39,7 @@ class Executor:
     Args:
         schedule: a lowered schedule (see `schedule.lower`), which is valid (see `schedule.validate`).
         rank: this process's pipeline rank.
-        communicator: the channels to the neighbouring ranks.
+        communicator: the channels to the neighboring ranks.
         weight_grad_store: holds the weight gradients that B defers.
         recomputation_store: holds the forwards that recomputation (R) repeats; needed if the schedule has R.
         tail_by_parameter: whether the weight gradients at the end of a step are computed parameter by parameter (see
@@ -247,7 +247,7 @@ class Executor:
             self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
-        """Run one W; for several W of a chunk, compute the weight gradients of one parameter after the other."""
+        """Run one W, or several W of one chunk; for several W, compute the weight gradients parameter by parameter."""
         self._begin(ops[0])
         if len(ops) == 1:
             stage.before_gradients(ops[0])

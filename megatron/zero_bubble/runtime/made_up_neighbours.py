@@ -1,4 +1,4 @@
-"""Replaces the neighbours of a pipeline rank, so that a single process runs one stage as in training."""
+"""Replaces the neighbors of a pipeline rank, so that a single process runs one stage as in training."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 _IDLE_TRIPS = 7
-"""Number of round trips between idle ranks; the median of their times is used."""
+"""Number of round trips between idle ranks; the time of a message is half of the median round-trip time."""
 _BUSY_TRIPS = 16
 """Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
-"""Least number of measured collectives; in a pipeline with more ranks, one collective is measured for each rank."""
+"""Number of measured collectives; in a pipeline with more than `_COLLECTIVES` ranks, one collective for each rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -33,11 +33,11 @@ _PRODUCTS = 1000
 def measure_edges(
     communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec, *, while_computing: bool = True
 ) -> dict[int, float]:
-    """Measure the milliseconds of one message between a stage of this rank and each neighbouring stage.
+    """Measure the time in milliseconds of a message between each stage of this rank and the adjacent stages.
 
     `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` connects stages `s` and `s + 1`. The
     result has no entry for an edge between two stages of the same rank. Edges between the same two ranks share one
-    measurement. Pairs of ranks without a common rank measure their messages at the same time.
+    measurement. Two pairs of ranks that share no rank can measure their messages at the same time.
 
     Args:
         while_computing: whether the sender computes while its message is in flight, as in training.
@@ -56,7 +56,7 @@ def measure_edges(
 
 
 def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
-    """Measure the milliseconds of a message between this rank and `peer`, while `peer` makes the same call."""
+    """Measure the time in milliseconds of a message between this rank and `peer`, which makes the same call."""
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     trips: list[float] = []
     waits: list[float] = []
@@ -95,11 +95,11 @@ def _timed(times: list[float], device: torch.device) -> Iterator[None]:
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
-    """Measure how many milliseconds a rank waits for the collective after the softmax (S) on vocabulary shards.
+    """Measure how many milliseconds a rank waits for SOFTMAX, the collective after S (output layer on a shard).
 
     All ranks of the job call `measure_collective`, and get the same result. The measured collective gathers three
-    numbers per token, and then sums a tensor of a message's shape over the ranks. As in training, collectives run in an
-    `ExchangeLane`.
+    numbers per token, and then sums a tensor of shape `spec.shape` over the ranks. As in training, an `ExchangeLane`
+    runs the collectives.
 
     Args:
         collectives: runs collective operations among this pipeline's ranks.

@@ -44,7 +44,7 @@ class StepObserver:
             self._take()
 
     def take_mean(self) -> StepTime:
-        """Wait for the GPU; return the mean time of the steps since the last `take_mean`, or 0 without steps."""
+        """Wait for the GPU; return the mean `StepTime` of the steps since the last call (zeros if there are none)."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))

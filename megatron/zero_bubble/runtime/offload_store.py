@@ -24,10 +24,10 @@ class OffloadStore:
     """Holds the activations that one pipeline rank offloads, by model chunk and microbatch.
 
     Inside the context `forward`, entries of this store replace the tensors that autograd saves. A storage that several
-    saved tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
-    anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. A backward gets every released tensor as a view of a new storage, with the size and the strides that
-    the tensor had in the forward.
+    saved tensors share is copied once. Parameters, other leaf tensors that require a gradient, tensors that the caller
+    keeps anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back`
+    allocates new storages. A backward gets every released tensor as a view of a new storage, with the size and the
+    strides that the tensor had in the forward.
 
     Args:
         lane: the host link.
@@ -86,12 +86,12 @@ class OffloadStore:
         self._bundles.pop((chunk, microbatch), None)
 
     def device_bytes(self, chunk: int, microbatch: int) -> int:
-        """Return the bytes on the device of all storages that autograd saved in the F of a microbatch."""
+        """Return the number of device bytes in the storages that autograd saved in the F of a microbatch."""
         bundle = self._bundles.get((chunk, microbatch))
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the durations in seconds of recent copies of kind `kind` (D or H) of the activations of `chunk`."""
+        """Return the durations in seconds of recent copies for `chunk`: to the host (`kind` D) or back (`kind` H)."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:

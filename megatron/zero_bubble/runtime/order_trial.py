@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule import ScheduleError, StageCosts
 SMALL_GAIN = 1.05
 """Predicted speedup over megatron-core's order below which a run also tries megatron-core's order."""
 WORTHWHILE = 1.005
-"""Least speedup for which a run replaces its plan, or keeps the planned order instead of megatron-core's order."""
+"""Least speedup at which a new plan replaces the current plan, and at which a trial keeps the planned order."""
 
 
 @dataclass(frozen=True)

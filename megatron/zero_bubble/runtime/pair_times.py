@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 _LEAST_GAIN = 0.02
-"""Least saving of a pair that counts, as a share of the time of F and B run one after the other."""
+"""Share of the time of F and B, run one after the other, below which the time saved by a pair counts as zero."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """(model chunk, kind of operation) -> milliseconds of one operation."""
@@ -27,10 +27,10 @@ _Times = Mapping[tuple[int, OpKind], float]
 class PairTime(NamedTuple):
     """Durations of the pairs of F and B that contain an operation of a given chunk.
 
-    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` is
-    the sum of the usual durations of all types of pairs, in milliseconds. `apart` is the sum of the usual durations of
-    the same F and B, run one after the other. `hidden` is the share (0 to 1) of the token-exchange time that overlaps
-    with computation, averaged over the types of pairs.
+    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` adds
+    up the usual duration of each type of pair, in milliseconds. `apart` adds up the usual durations of the same F and
+    B, run one after the other. `hidden` is the share (0 to 1) of the token-exchange time that overlaps with
+    computation, averaged over the types of pairs.
     """
 
     hidden: float = 0.0

@@ -14,9 +14,9 @@ from megatron.zero_bubble.schedule.kinds import TIMES
 TOLERANCE = 0.05
 """Relative difference between measured and planned time of an operation above which the costs are corrected."""
 SPAN_TOLERANCE = 0.02
-"""Relative excess of the measured time of a step over the planned time above which message times are corrected."""
+"""If a step takes longer than simulated by more than this share, the times of messages are corrected."""
 _MATTERS = 0.02
-"""Share of a microbatch's computing time below which a difference of planned and measured times is ignored."""
+"""Share of a microbatch's computing time below which a difference between planned and measured times is ignored."""
 _PARTS = 1024
 """Number of equally spaced candidates for the time that is added to every message, among which a bisection chooses."""
 
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
 
 
 def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
-    """Return a copy of `planned` with measured times of operations and unchanged memory and message times.
+    """Return a copy of `planned` with the measured times of operations; memory and message times do not change.
 
     A kind of operation that did not run keeps its planned time. If R did not run, the time of R changes in proportion
     to the time of F. If a stage ran BW but no B, the times of B and W and the time that BW saves keep their planned

@@ -1,4 +1,4 @@
-"""Defines the settings with which a run plans schedules, and reports about the planned schedules."""
+"""Defines the settings with which a run plans schedules, and the report of a decision about a plan."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Report:
     step: int
     """Number of the last step that was measured for the costs; 0 if the user gave the costs."""
     differences: tuple[Difference, ...] = ()
-    """Differences between measured times and the times in the costs of the previous plan."""
+    """Differences between the measured times and the times from which the previous plan was made."""
     ratio_of_pairs: float | None = None
     """Time of F and B as a pair, divided by the time of F and B one after the other; None without measured pairs."""
     trial: TrialResult | None = None
-    """Measured times of the planned order and of megatron-core's own order; None if no trial of both orders ended."""
+    """Result of the trial that compared the planned order with megatron-core's own order; None without a result."""

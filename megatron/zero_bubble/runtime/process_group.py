@@ -27,8 +27,8 @@ def connect(membership: Membership) -> Any:
     """Create a member's `ProcessGroupNCCL` or `ProcessGroupGloo`; the members find each other in the job's store.
 
     `connect` does not use `dist.new_group`, which every rank of the job would have to call for every group. With
-    `use_local_synchronization`, only the members call `dist.new_group`, but torch puts the number of groups that the
-    caller has created into the name of the group. Members that have created different numbers of groups would use
+    `use_local_synchronization`, only the members call `dist.new_group`, but torch's name for the group contains the
+    number of groups that the caller has created. Members that have created different numbers of groups would use
     different names, and would wait for each other forever.
     """
     rank, size = membership.rank, len(membership.members)
@@ -42,8 +42,8 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    # A posted receive occupies its thread blocks until the message arrives: few blocks leave the GPU to the layers. The
-    # priority is high, because other ranks wait. The flight recorder of PyTorch shows the name and the ranks.
+    # A posted receive occupies its thread blocks until the message arrives: few blocks leave the rest of the GPU to the
+    # layers. The priority is high, because other ranks wait. PyTorch's flight recorder shows the name and the ranks.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = membership.timeout
     options.config.max_ctas = 4

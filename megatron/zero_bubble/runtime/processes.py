@@ -47,7 +47,7 @@ def end_children(patience: float = 2.0) -> None:
     """End the daemonic children of `multiprocessing`, for which Python would wait without limit at exit.
 
     Args:
-        patience: seconds after SIGTERM at which the children that are still alive get SIGKILL.
+        patience: seconds between the SIGTERM to all children and the SIGKILL to children that are still alive.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

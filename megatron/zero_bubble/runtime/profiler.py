@@ -31,9 +31,9 @@ class ChunkCosts:
     memory: Mapping[OpKind, float]
     """Kind of operation -> usual change of memory; for F, the change if F keeps all activations."""
     noise: float
-    """Largest relative spread of the times that are not negligible: interquartile range / (2 * median)."""
+    """Largest spread of the times of one kind of operation: interquartile range / (2 * median); see `_MATTERS`."""
     inside: int = 0
-    """Largest temporary memory of an operation: the peak beyond the memory in use before and after the operation."""
+    """Largest temporary memory of an operation (see `MeasuredOp.inside`)."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
     """Kind of operation -> time of its token exchanges that overlaps with computation in pairs of F and B."""
     pairs: PairTime = NO_PAIRS

@@ -35,14 +35,14 @@ class RecomputationStore:
     layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
-    blocks. In a schedule without R, F keeps the activations of the last group. B restores the activations of each
+    blocks. If a microbatch has no R, its F keeps the activations of the last group. B restores the activations of each
     earlier group of blocks right before the group's backward. B also computes the weight gradients of all groups of
     blocks except the first, so that the activations of at most one group are in memory at a time.
     """
 
     def __init__(self) -> None:
         self.weights = WeightGradStore()
-        """Holds the deferred weight gradients of the blocks; the executor replaces it by the rank's store."""
+        """Store of the blocks' deferred weight gradients; the executor replaces this store with the rank's store."""
         self.num_blocks: dict[int, int] = {}
         """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
@@ -78,7 +78,7 @@ class RecomputationStore:
         return None if self._current is None else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Store a block's recomputation, and return a function that makes the context of the block's backward."""
+        """Store a block's recomputation, and return a function that makes the context for the block's backward."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
         return self._current.put(recomputation)
@@ -172,14 +172,14 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Repeat in order the forwards of the blocks in the last group whose activations are dropped."""
+        """In the last group that has dropped activations, repeat the forward of each dropped block, in order."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """Return the index of each group's first block, if a chunk has `number` blocks."""
+        """Return the index of the first block of each group, for a chunk with `number` blocks."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 

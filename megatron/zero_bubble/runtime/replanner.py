@@ -33,15 +33,15 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _DRIFT_STEPS = 20
-"""Number of steps between two comparisons of the measured times of operations with earlier measured times."""
+"""Number of steps between two checks for drift, which compare the times of operations with earlier measured times."""
 CHECK_AFTER = 8
 """Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
-"""Number of steps at the start of a new plan that are left out when the plan is compared with measured times."""
+"""Number of first steps of a new plan that do not count when the plan is compared with measured times."""
 
 
 class Replanner:
-    """Decides between two steps of a run whether a new plan replaces the current plan.
+    """Decides, before and after each training step, whether a new plan replaces the current plan of a run.
 
     Args:
         plan: the first plan of the run. If the schedules of `plan` depend on costs, a plan from measured costs later
@@ -72,13 +72,13 @@ class Replanner:
         self._checked: list[Sequence[MeasuredOp]] = []
         """This rank's measured operations of each step that is compared with the plan."""
         self._checked_numbers: set[int] = set()
-        """The numbers of microbatches of the measured steps to compare with the plan."""
+        """The different numbers of microbatches in the measured steps that are compared with the plan."""
         self._current = plan
         """The plan that was made from the profile `self._profile`, or the first plan of the run."""
         self._planned_for: set[int] = set()
         """The numbers of microbatches for which a plan was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
-        """Number of microbatches -> number of groups of layers of each stage, in the schedule that runs."""
+        """Number of microbatches -> `Schedule.groups` of the schedule that runs."""
         self._trial: OrderTrial | None = None
         measured.observer.sinks.append(self._collect)
 
@@ -101,7 +101,7 @@ class Replanner:
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if measured costs are known that have not yet been used to plan for `num_microbatches`.
+        """Return a new plan if there is a profile that was not yet used to plan for `num_microbatches`, else None.
 
         `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
         depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
@@ -191,7 +191,7 @@ class Replanner:
         return self._profile
 
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
-        """Correct the costs by measured times, and plan again from the corrected costs.
+        """Correct the costs with measured times, and plan again from the corrected costs.
 
         The result is a tuple: the new plan (None if the new plan is not faster), and the expected milliseconds of a
         later step.

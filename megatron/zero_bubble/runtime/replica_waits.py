@@ -26,7 +26,7 @@ class Waits:
 
 
 class ReplicaWaits:
-    """Measures the time that this rank spends in reductions with its replicas.
+    """Measures how long this rank waits in reductions over the replicas of the pipeline.
 
     The last rank to begin a reduction does not wait. The time that the last rank spends in the reduction is therefore
     the communication time of all ranks. The waiting time of a rank is the rank's time in the reduction minus the
@@ -41,7 +41,7 @@ class ReplicaWaits:
         self._group, self._clock = group, clock
         self._marks: list[Any] = []
         self._iterations: list[tuple[list[Any], int]] = []
-        """The marks at the start and the end of each reduction in an iteration, and the `group_size`."""
+        """For each iteration, the marks at the start and the end of each reduction, and the `group_size`."""
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -74,8 +74,8 @@ def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> 
     """Compute the mean waiting time of each replica per iteration.
 
     Args:
-        spent: for each replica, the seconds of reductions in each iteration.
-        group_sizes: for each iteration, the number of consecutive replicas that waited for each other.
+        spent: for each replica, the seconds that the replica spent in reductions in each iteration.
+        group_sizes: for each iteration, the size of the groups of consecutive replicas that waited for each other.
     """
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):

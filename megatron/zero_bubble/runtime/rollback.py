@@ -38,7 +38,8 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
         on_host: whether the copies of parameters and optimizer states are in pinned host memory.
 
     Raises:
-        ValueError: `kind` is `inverse`, and either `on_host` is True or an optimizer is not AdamW.
+        ValueError: `kind` is `inverse`, and either `on_host` is True, or an optimizer is not AdamW, or an optimizer
+            uses `amsgrad` or `maximize`.
     """
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
@@ -59,7 +60,7 @@ class _Tensor(NamedTuple):
 
 
 _Values = dict[str, Any]
-"""Name of an optimizer's value -> the saved value: a `_Tensor` for a tensor, and a copy for any other value."""
+"""Name of a state or setting -> its saved value: a `_Tensor` for a tensor, and a copy for any other value."""
 
 
 class Snapshot:

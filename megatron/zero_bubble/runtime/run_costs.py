@@ -68,7 +68,7 @@ class RunCosts:
 
         Args:
             model: the model's settings on which the costs depend.
-            groups: for each stage, the number of groups of recomputed blocks of layers in the schedule that ran.
+            groups: stage -> number of groups for recomputation in the schedule that ran (see `Schedule.groups`).
             center: computes one time from the samples of an operation; `RunCosts.center` by default.
         """
         self.observer.flush()

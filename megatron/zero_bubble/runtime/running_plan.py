@@ -42,7 +42,7 @@ class RunningPlan:
         self._executors: dict[tuple[int, bool, int], Executor] = {}
         """(number of microbatches, whether only forwards run, `StepDecision.level`) -> executor."""
         self._levels: dict[int, int] = {}
-        """Number of microbatches -> `StepDecision.level` of the last training step with so many microbatches."""
+        """Number of microbatches -> `StepDecision.level` of the last training step with that many microbatches."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property

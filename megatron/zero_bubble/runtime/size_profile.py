@@ -34,7 +34,7 @@ class _Sample(NamedTuple):
 _Samples = dict[tuple[int, OpKind], list[_Sample]]
 """(stage, kind of operation) -> the measured operations."""
 _Points = list[tuple[MicrobatchSize, float]]
-"""(size of a microbatch, measured time or memory of an operation) pairs, to which a curve is fitted."""
+"""The points to which a curve is fitted: (size of a microbatch, measured time or memory of an operation)."""
 
 
 class SizeProfile:

@@ -48,8 +48,8 @@ class Stage(Protocol):
     def before_gradients(self, op: Op) -> None:
         """Prepare for an operation that adds to the gradients of parameters, such as a B, W or BW.
 
-        If the W of several microbatches run as one operation, `before_gradients` is called for each microbatch of each
-        parameter. A stage need not implement `before_gradients`.
+        If the W of several microbatches run as one operation, `before_gradients` is called once for each parameter and
+        microbatch. A stage need not implement `before_gradients`.
         """
         return
 

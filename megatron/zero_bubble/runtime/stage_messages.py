@@ -35,7 +35,7 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Wait for the input that `op` needs from a neighbouring stage; return None at the first or last stage."""
+        """Wait for the input that `op` needs from another stage; return None if `op` needs no such input."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None

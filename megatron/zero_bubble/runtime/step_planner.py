@@ -25,9 +25,9 @@ from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 FIRST_STEPS = (1, 3)
 """The first and the last step to measure in a run that profiles no steps."""
 REFITTED_AFTER = 8
-"""Number of steps between the first fit of costs to sizes and the second fit, which has more samples."""
+"""Number of steps between the first and the second fit of the costs; the second fit uses more samples."""
 _WAITED = 1.0
-"""Longest wait of a step for its plan, in milliseconds, with which planning counts as overlapped with training."""
+"""Planning counts as overlapped with training if a step waits for its plan at most this many milliseconds."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
@@ -38,7 +38,7 @@ class Peers(Protocol):
     """Communicates with the other ranks that train the same model."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a pipeline's first rank; on all ranks, return the result or raise `action`'s `Infeasible`."""
+        """Run `action` on a pipeline's first rank; on all ranks, return its result or raise its `Infeasible` error."""
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank whose measurements are fitted together."""
@@ -137,7 +137,7 @@ class StepPlanner:
 
         Args:
             step: number of the step.
-            rules: restrictions on the plan of the step.
+            rules: the schedules, limits and options of the run.
             num_microbatches: number of microbatches of the step.
             read_sizes: returns the sizes of the step's microbatches; called on the first rank.
             read_next_sizes: returns the sizes of the next step's microbatches, or an empty sequence if the sizes are
@@ -202,7 +202,7 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the plan for `problem` is not ready, and the order of an earlier step can be used instead."""
+        """Return whether the step uses the order of an earlier step, because the plan for `problem` is not ready."""
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
@@ -255,7 +255,7 @@ class PlanningProcess:
         return self._asked is not None and not self._asked[1].done()
 
     def ask(self, problem: StepProblem) -> None:
-        """Begin to plan a step in the planning process, which must not be busy."""
+        """Start to solve `problem` in the planning process, which must not be busy; return at once."""
         self._asked = problem, self._thread.submit(self._answer, problem)
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:

@@ -119,7 +119,7 @@ class Watchdog:
         self._report, self._leave = report, leave
         self._host, self._device = host, own_device()
         self._pause = min(5.0, timeout / 10)
-        """Seconds between two checks: a report waits for the other ranks for two pauses and one second."""
+        """Seconds between two checks; a report waits for the other ranks for at most two pauses and one second."""
         self._seen: Position | None = None
         self._seen_at = time.monotonic()
         self._closed = threading.Event()

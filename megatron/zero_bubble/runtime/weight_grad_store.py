@@ -32,8 +32,8 @@ class WeightGradStore:
 
     While a B runs inside the context `deferring()`, each layer passes the computation of its weight gradient to `put`.
     `flush` queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk.
-    `pop_by_parameter` runs several W, and computes the weight gradients of one parameter after the other. Outside of
-    the context `deferring()`, a layer computes its weight gradient within the backward.
+    `pop_by_parameter` runs several W, and computes all weight gradients of one parameter before it starts the next.
+    Outside of the context `deferring()`, a layer computes its weight gradient within the backward.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -113,7 +113,7 @@ class WeightGradStore:
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
-        """Run the W of `microbatches`, which must be the oldest W of `chunk`, one parameter after the other.
+        """Run the W of `microbatches`, which must be the oldest W of `chunk`, parameter by parameter.
 
         The order of the parameters is the order in which B reaches the parameters, from the last layer to the first.
         The weight gradients of one parameter are computed in the order of `microbatches`. Before each weight gradient

@@ -119,7 +119,7 @@ def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
-    """Time for which the send of the result of `before` and the receive of the input of `op` occupy `rank`."""
+    """Time for which `rank` is occupied by sending the result of `before` and receiving the input of `op`."""
     placement, costs = timeline.schedule.placement, timeline.costs
     sending = message_time(placement, costs, rank, send_after(placement, rank, before))
     return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))

@@ -76,7 +76,7 @@ def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, siz
 
 
 def _parts(costs: StageCosts, stage: int, groups: int) -> tuple[float, float]:
-    """Return the fraction of a stage's blocks of layers in the last group, and the fraction in the first group."""
+    """Return the last group's and the first group's share of the blocks of layers in a stage."""
     blocks = costs.blocks(stage) or groups
     number = min(groups, blocks)
     return -(-blocks // number) / blocks, blocks // number / blocks

@@ -205,7 +205,7 @@ class StageCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:
-        """Costs in which W is shorter by the time that BW saves; lower bounds from these costs also hold with BW."""
+        """Costs in which W is shorter by `saved_bw`; lower bounds from these costs also hold for schedules with BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
@@ -297,7 +297,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
-        """Kind -> stage costs: fields named in the column `added` of `KINDS` minus fields named in `subtracted`."""
+        """Kind -> cost on each stage: fields in the column `added` of `KINDS` minus fields in column `subtracted`."""
         costs = {}
         for kind, facts in KINDS.items():
             if facts.message is None:

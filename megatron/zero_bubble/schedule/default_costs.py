@@ -29,8 +29,8 @@ def default_costs(
         placement: placement of the stages. The activations of one microbatch on all chunks of a rank take 1 M_B of
             memory.
         recompute: whether the schedule has R (recomputation). R takes as long as F.
-        vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
-            on the vocabulary shard of a rank.
+        vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` defines the times of the
+            operations on the vocabulary shard of a rank.
     """
     memory = 1 / placement.num_chunks
     restored = {} if recompute is Recompute.NONE else {"time_r": 1, "memory_r": DROPPED * memory}

@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The sources of all inputs of operations of the given kind and stage; all microbatches have the same sources."""
+    """The sources of all inputs that operations of this kind and stage need; they are the same for all microbatches."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -108,12 +108,12 @@ def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> boo
 
 
 def receive_before(placement: Placement, rank: int, op: Op) -> Op | None:
-    """The receive of the input of the compute operation `op` of `rank`; None if no other rank sends the input."""
+    """The receive for the input of `op`, a compute operation on `rank`; None if no other rank sends the input."""
     return _if_remote(placement, rank, op, KINDS[op.kind].receives)
 
 
 def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
-    """The send of the result of the compute operation `op` of `rank`; None if no other rank needs the result."""
+    """The send for the result of `op`, a compute operation on `rank`; None if no other rank needs the result."""
     return _if_remote(placement, rank, op, KINDS[op.kind].sends)
 
 
@@ -189,7 +189,7 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
 
 
 def per_kind(ops: Sequence[Op], make: Callable[[Op], T]) -> dict[tuple[OpKind, int], T]:
-    """(kind, chunk) of an operation in `ops` -> result of `make` for the same operation of microbatch 0."""
+    """(kind, chunk) of the operations in `ops` -> result of `make` for the operation `Op(kind, 0, chunk)`."""
     return {(kind, chunk): make(Op(kind, 0, chunk)) for kind, chunk in set(map(itemgetter(0, 2), ops))}
 
 

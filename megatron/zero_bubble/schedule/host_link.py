@@ -78,12 +78,11 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 def check_copies(schedule: Schedule, rank: int) -> None:
     """Check the offloads (D) of a rank.
 
-    Every offload (D) needs a reload (H). Offloaded activations must not be recomputed. Neither the forward nor the
-    backward of offloaded activations may belong to a pair of a forward and a backward.
+    Every offload (D) needs a reload (H). Offloaded activations must not be recomputed. Neither the forward that makes
+    offloaded activations nor the backward that uses them may belong to a pair (see `pairs`).
 
     Raises:
-        InvalidSchedule: an offload (D) has no reload (H), offloaded activations are recomputed, or the forward or the
-            backward of offloaded activations belongs to a pair.
+        InvalidSchedule: an offload (D) has no reload (H), or offloaded activations are recomputed or belong to a pair.
     """
     if not schedule.offloads:
         return
@@ -133,7 +132,7 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
 
 
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """Rank -> peak memory of the rank's offloaded activations on the host, in the unit of the costs.
+    """Rank -> peak host memory of the rank's offloaded activations, in the unit of the costs.
 
     Activations take memory on the host from the end of F until their copy back to the device is queued.
     """

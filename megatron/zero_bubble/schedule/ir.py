@@ -1,4 +1,4 @@
-"""The values that describe a schedule: `Op`, `Placement`, `Schedule`.
+"""The classes that describe a schedule: `Op`, `Placement`, `Schedule`.
 
 A schedule is the order in which every pipeline rank runs its operations, without times and idle slots. `simulate`
 computes the times and bubbles of a schedule.
@@ -29,10 +29,10 @@ PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
 """Largest number of stages; the time to compute lower bounds grows with the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest number of F, B and W in a schedule; planning so many takes a minute and some gigabytes of memory."""
+"""Largest number of F, B and W in a schedule; planning the largest schedule takes a minute and some gigabytes."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
-"""Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
+"""Name of a kind -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
 _WORD = re.compile(r"(&?[A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 
 
@@ -49,10 +49,10 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> Op:
-        """Read an operation from its word, such as `F3` or `B3.1`.
+        """Read an operation from text such as `F3` or `B3.1`.
 
         Raises:
-            ScheduleError: the word is not an operation.
+            ScheduleError: `word` does not name an operation.
         """
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in _WORDS:
@@ -154,9 +154,9 @@ class Schedule:
     ops: tuple[tuple[Op, ...], ...]
     """Rank -> operations of the rank, in execution order."""
     groups: tuple[int, ...] = ()
-    """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
-    In a stage with several groups of layers, R (recomputation) recomputes the activations of the last group. B
-    recomputes the activations of every earlier group of layers right before B computes the gradients of the group."""
+    """Stage -> number of groups into which the stage's layers are divided for recomputation; empty if each stage has
+    one group. In a stage with several groups of layers, R (recomputation) recomputes the activations of the last group.
+    B recomputes the activations of every earlier group of layers right before B computes the gradients of the group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:

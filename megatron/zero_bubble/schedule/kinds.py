@@ -162,7 +162,7 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that leaves a part of its allocation to this kind, as F leaves a part to R."""
+    """Kind of an earlier operation that allocates less because this kind allocates the rest, as F does before an R."""
     waiting: str = "waiting_for_backward"
     """The field of `Bubble` that counts the time for which a rank waits for inputs of the operation."""
     in_order: str = ""
@@ -174,7 +174,7 @@ class KindFacts:
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether the operation may run long before its rank's first forward; spans leave out the time in between."""
+    """Whether the operation may run long before its rank's first forward; `Timeline.spans` leaves out the gap."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""
@@ -370,6 +370,6 @@ FORWARDS = frozenset(
 COPIES = frozenset(kind for kind, facts in KINDS.items() if facts.link)
 """The kinds of copies to and from the host, which occupy the host link and not the rank."""
 RESTORING = COPIES | {OpKind.R}
-"""The kinds of operations that release or restore activations for a backward."""
+"""The kinds of operations that release activations, or restore activations before the backward."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The kinds of operations that compute the gradient of a stage's input."""

@@ -24,9 +24,9 @@ class Stream:
         self.waiting: list[int] = []
         """The ranks that wait for the completion of the first incomplete message of the stream."""
         self._num_started: list[int] = []
-        """Number of a message -> number of ranks that have started their send, receive or collective of the message."""
+        """Message number -> number of ranks that have started their send, receive or collective for the message."""
         self._last_start: list[float] = []
-        """Number of a message -> latest start of a send, receive or collective of the message."""
+        """Message number -> latest start so far of a send, receive or collective for the message."""
 
     def start(self, index: int, start: float, time: float) -> bool:
         """Start one rank's part of a message; return whether all ranks of the message have started their parts.
@@ -73,7 +73,7 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the rank posts sends or collectives here; an iteration ends when they are complete."""
+        """Whether the rank posts sends or collectives on the stream; an iteration ends when they are complete."""
         self.num_posted = 0
 
 

@@ -41,10 +41,11 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     A receive is posted `receive_ahead` computations before its consumer. If the consumers of a channel's messages run
     in a different order from the sends, some receives are posted even earlier, so that the receives have the order of
     the sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations
-    before their consumers may cause a deadlock or a longer makespan. If the ranks deadlock or the makespan is longer,
-    `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes deadlocks. Of all
-    tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware queue. A lowered
-    schedule deadlocks only if the schedule deadlocks even without communication.
+    before their consumers may cause a deadlock or a longer makespan. If a simulation with one hardware queue deadlocks,
+    or its makespan is longer than without NCCL's streams, `lower` also tries a second rule for the places of receives,
+    `_between_makers`, which excludes deadlocks. Of all tried schedules, `lower` returns the schedule with the shortest
+    makespan on GPUs with one hardware queue. A lowered schedule deadlocks only if the schedule deadlocks even without
+    communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -108,8 +109,8 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation right before which the receive is posted."""
     turn: int
-    """Number of the computation that makes the previous message of the channel. Receives with the same `before` are
-    posted in the order of `turn`, which is the order in which the previous messages are made."""
+    """Number, in the serial order, of the computation that makes the previous message of the channel; -1 for the first
+    message. Receives with the same `before` are posted in ascending order of `turn`."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -185,7 +186,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> serial number of the computation for the channel's previous message; -1 for the first message."""
+    """Message -> serial number of the computation that makes the previous message; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 

@@ -39,12 +39,11 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     Collectives are sorted by the places of their last contributing operations in the serial order `order`.
 
-    A collective can start when its last contributing operation has ended and the previous collective is complete. A
-    rank joins a collective right before the rank's first computation that is planned to end after the planned start of
-    the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
-    flight delays its own next computation. If a rank joins a collective before its next computation, the computation
-    may start late; if the rank joins the collective after the computation, the collective may start late. A rank joins
-    a collective before or after its next computation, whichever place causes the shorter delay.
+    A collective can start when its last contributing operation has ended and the previous collective is complete. By
+    default, a rank joins a collective right before its first computation that is planned to end after the planned start
+    of the collective. On a GPU with one hardware queue, this computation starts late if the previous collective is
+    still in flight. If the rank joins the collective only after the previous collective is complete, the collective may
+    start late. `place_collectives` chooses the place with the shorter delay.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
     one at a time, in the serial order `order`. Every rank joins a collective before the first operation that needs the
@@ -84,8 +83,8 @@ def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
     If a separate thread waits for a collective, a rank that joins the collective early delays none of its computations.
-    If a rank is late in joining a collective at the place that `place_collectives` has chosen, all other ranks wait.
-    With `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
+    At the places that `place_collectives` chooses, a rank that joins a collective late delays all other ranks. With
+    `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
     collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
     or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
 

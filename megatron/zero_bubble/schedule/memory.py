@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 _ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items() if facts.undoes_memory_of}
-"""Kind of operation -> earlier kind that leaves a part of its allocation to the operation, as F leaves a part to R."""
+"""Kind of operation -> earlier kind that allocates less because the operation allocates the rest, as F before an R."""
 
 
 def memory_held(

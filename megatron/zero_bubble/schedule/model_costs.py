@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives that directly
-precede or follow the operation. A collective that carries at most one number for each token counts as half a
+"""Name of the field of `StageCosts` for the time of an operation on a vocabulary shard -> number of collectives
+directly before and after the operation. A collective that carries at most one number for each token counts as half a
 collective."""
 
 Partition = tuple[int, ...]
@@ -71,11 +71,11 @@ class ModelCosts:
     shard_state: float = 0
     """Memory of the parameters, gradients and optimizer states of a vocabulary shard."""
     time_exchange: float = 0
-    """Time by which sending one message and receiving another message delays a rank that computes at the same time."""
+    """Delay of a computation while its rank sends one message and receives another message."""
     time_collective: float = 0
-    """Time by which a collective, with as much data as a message, delays a rank that computes at the same time."""
+    """Delay of a computation while its rank runs a collective with as much data as a message."""
     latency_collective: float = 0
-    """Time of a collective, measured on a waiting rank while the other ranks compute; 0 stands for `time_comm`."""
+    """Time of a collective, measured on a waiting rank while the other ranks compute; if 0, `time_comm` is used."""
     time_between: float = 0
     """Additional time between two consecutive operations of a rank."""
     spread: float = 0
@@ -148,7 +148,7 @@ class ModelCosts:
 
     @property
     def shard_work(self) -> float:
-        """Time of all operations of one microbatch on the vocabulary shard of a rank."""
+        """Time of a rank's operations on its vocabulary shard for one microbatch."""
         return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
 
     def check(self, partition: Partition, placement: Placement) -> None:
@@ -200,7 +200,7 @@ class ModelCosts:
         return costs if self.shard is None else costs.with_shards(placement, self.shard)
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
-        """Rank -> memory of parameters, gradients and optimizer states of the rank's stages and vocabulary shard."""
+        """Rank -> memory of parameters, gradients and optimizer states for the rank's stages and vocabulary shard."""
         stages = [sum(unit.state for unit in units) for units in self._units(partition)]
         return tuple(self.shard_state + own for own in placement.sums(stages))
 
@@ -213,12 +213,12 @@ class ModelCosts:
 
 
 def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
-    """Replace the memory of parameters, gradients and optimizer states in the costs of the units of a model.
+    """Replace the memory of parameters, gradients and optimizer states in the costs of a model's units.
 
     Args:
         costs: costs of the units of a model.
-        states: memory of the parameters, gradients and optimizer states of the embedding, every layer, and the output,
-            in this order.
+        states: memory of parameters, gradients and optimizer states for each unit, in this order: embedding, every
+            layer, output.
     """
     return costs.with_units(replace(unit, state=state) for unit, state in zip(costs.units, states, strict=True))
 

@@ -1,10 +1,10 @@
 """Pairs: a rank runs an F and the backward right after the F (`&B` or `&BW`) as one operation.
 
-A pair runs layers of the forward and layers of the backward in turn. Either the forward or the backward of the pair
-computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the backward
-of a pair belong to different microbatches or stages. A pair starts when the inputs of both operations are ready, and
-the results of both operations are ready when the pair ends. In a timeline the backward of a pair has the time of the
-pair, and the forward takes no time.
+A pair alternates between layers of the forward and layers of the backward. Either the forward or the backward of the
+pair computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the
+backward of a pair belong to different microbatches or stages. A pair starts when the inputs of both operations are
+ready, and the results of both operations are ready when the pair ends. In a timeline the backward of a pair has the
+time of the pair, and the forward takes no time.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def apart(schedule: Schedule) -> Schedule:
 def half_apart(schedule: Schedule) -> Schedule:
     """Split every second pair of a schedule into its two operations, and remove communication.
 
-    Of the pairs with the same chunk of the forward and the same chunk of the backward, every second pair is split. A
-    training step with the returned schedule measures pairs, and also single forwards and backwards of every chunk.
+    For each combination of the forward's chunk and the backward's chunk, every second pair is split. A training step
+    with the returned schedule measures pairs, and also single forwards and backwards of every chunk.
     """
     schedule = schedule.without_communication()
     separated: list[set[Op]] = [set() for _ in schedule.ops]

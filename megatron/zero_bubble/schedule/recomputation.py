@@ -12,8 +12,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """The choice of the microbatches of a schedule that have an R (recomputation). If a microbatch has an R, its F
-    drops activations."""
+    """Which microbatches of a schedule have an R (recomputation). If a microbatch has an R, its F drops activations."""
 
     NONE = "none"
     """No microbatch is recomputed: every F keeps its activations."""
@@ -50,9 +49,8 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. Of all choices of R with at least one R on every stage, the
-    inserted R need the least memory. The inserted R save enough memory to measure models whose activations would not
-    all fit in memory.
+    A stage without an R gets an R for its first microbatch. No other choice with at least one R on every stage needs
+    less memory, so that models can be measured even if their activations do not fit in memory without recomputation.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]

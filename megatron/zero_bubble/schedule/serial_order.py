@@ -62,7 +62,7 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> number of the first VALIDATE that ends the previous phase on a rank."""
+        """Phase (from the second on) -> number of the first VALIDATE, among all ranks, that ends the previous phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]

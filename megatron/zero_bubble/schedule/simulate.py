@@ -56,7 +56,7 @@ def simulate(
     Raises:
         ScheduleError: schedule and costs have different numbers of stages, or `lengths` does not fit the schedule.
         InvalidSchedule: a schedule that is simulated on NCCL's streams lacks a message.
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
     """
     if costs.num_stages != schedule.num_stages:
         raise ScheduleError(
@@ -110,7 +110,7 @@ class _Step(NamedTuple):
     plain_waits: tuple[tuple[int, float | None], ...]
     """(slot, transit) of each needed result, if the rank only has to wait for the arrival of the results."""
     waits: tuple[_Wait, ...]
-    """The needed results, if a result is optional, from another microbatch, or in a message that occupies the rank."""
+    """The needed results, if one is optional, is of another microbatch, or is in a message that occupies the rank."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float
@@ -156,7 +156,7 @@ class _Simulation:
         self._lanes = [_Lane() for _ in schedule.ops]
         self._runnable = deque(range(schedule.num_ranks))
         self._blocked: dict[int, list[int]] = {}
-        """Index in the list of end times -> ranks that wait for this result."""
+        """Index in the list of end times -> ranks that wait for the result with this index."""
 
     def _slot(self, result: OpKind, stage: int) -> int:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width

@@ -1,16 +1,17 @@
 """Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
-Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under two
-conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the previous
-message of its channel is complete. A message starts when both its send and its receive have started, and is complete
-when its transfer time has passed. The computation that uses the message waits until the message is complete. A
+Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when two
+conditions hold: the compute stream of its rank has reached the point where the send or receive is posted, and the
+previous message of its channel is complete. A message starts when both its send and its receive have started, and is
+complete when its transfer time has passed. The computation that uses the message waits until the message is complete. A
 collective of vocabulary shards is simulated as a message in which every rank takes part; all collectives share one
 stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order. With one queue, a launch that waits for earlier work of its
-stream delays all later launches of the rank. A send or receive that is posted while the previous message of its channel
-is in flight blocks the next computation of its rank, even if the message in flight depends on that computation.
+stream delays all later launches of the rank. With one queue, a send or receive that is posted while the previous
+message of its channel is in flight therefore blocks the next computation of its rank, even if the message in flight
+depends on that computation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check_streams(schedule: Schedule) -> None:
     A schedule that completes with one hardware queue also completes with many, because one queue only adds waits.
 
     Raises:
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
     """
     costs = StageCosts.uniform(schedule.num_stages)
     try:
@@ -59,7 +60,7 @@ def run_on_streams(schedule: Schedule, costs: StageCosts, queues: HardwareQueues
         times.
 
     Raises:
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
         InvalidSchedule: an operation needs a message that its rank has not posted.
     """
     streams, links = Streams(schedule, costs), LinkTimes.of_ranks(schedule, costs)

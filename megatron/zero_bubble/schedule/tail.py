@@ -4,9 +4,9 @@ The gradient of a parameter can be reduced over the data-parallel replicas after
 runs W in microbatch order until the end, every parameter has its last W at the end of the iteration. After the last B
 of a rank, all remaining W have their inputs, so that these W can run parameter by parameter. The gradient of one
 parameter is reduced while the W of the next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Reordering
-W changes no bit of a gradient, because the terms of each gradient are added in microbatch order all the same. On a rank
-with a vocabulary shard, the last weight gradients of the output layer (T) come before the last W. The last weight
-gradients of the embedding (EW), which wait for the first rank, come after the last W.
+W changes no bit of a gradient, because the terms of each gradient are still added in microbatch order. On a rank with a
+vocabulary shard, the last weight gradients of the output layer (T) come before the last W. The last weight gradients of
+the embedding (EW), which wait for the first rank, come after the last W.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() i
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
-    """Reorder the last W of every rank chunk by chunk, the last chunk first.
+    """On every rank, sort the last W by chunk, from the last chunk to the first.
 
     The makespan and the peak memory do not grow, because the last W and T wait for no other rank and allocate no
     memory. The reordering moves no send, receive or collective.

@@ -103,7 +103,7 @@ class Timeline:
     copies: Lanes = ()
     """Rank -> copies to the host (D) and back (H) on the rank's host link, with their times; empty without offload."""
     lengths: tuple[float, ...] = ()
-    """Microbatch -> factor of the times and the memory of `costs`; empty if the factor of every microbatch is 1."""
+    """Microbatch -> factor by which the times and the memory of `costs` are multiplied; empty if all factors are 1."""
 
     @cached_property
     def producers(self) -> dict[Node, tuple[int, int]]:
@@ -153,7 +153,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first operation of all ranks to the end of the last operation of all ranks."""
+        """The time from the earliest start to the latest end of the operations on all ranks."""
         lanes = [lane for lane in self.lanes if lane]
         return max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes) if lanes else 0
 

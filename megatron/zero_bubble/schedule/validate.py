@@ -51,8 +51,8 @@ def validate(schedule: Schedule) -> None:
       and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights (W,
       BW) in microbatch order, so that sums of gradients do not depend on the schedule, bit for bit.
-    - A rank runs an operation after the operations of the same rank that make the inputs of the operation. If a forward
-      and a backward run as one operation (a pair), the inputs of the forward and the backward are made before the pair.
+    - An operation runs after the operations of the same rank that make its inputs. If a forward and a backward run as
+      one operation (a pair), the inputs of the forward and the backward are made before the pair.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends and the receives from one rank to another have the same order. All ranks run the collectives of
       vocabulary shards in the same order.
@@ -68,7 +68,7 @@ def validate(schedule: Schedule) -> None:
     Raises:
         InvalidSchedule: the schedule breaks a rule of `validate`; the one-line message names the rank and the
             operation.
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
     """
     if schedule.num_microbatches < 1:
         raise InvalidSchedule(f"schedule {schedule.name} has {schedule.num_microbatches} microbatches")
@@ -206,7 +206,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """Merge lists of positions: for each microbatch, take the first position that is not -1, which means "none"."""
+    """Merge lists of positions: for each microbatch, take the first position that is not -1 (no operation)."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]

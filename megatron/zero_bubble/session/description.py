@@ -23,8 +23,9 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     The lines state the number of parameters, the share of deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: W cannot compute the weight gradient of a linear layer (allowed with `--zero-bubble-no-strict`) or
-            of another module (refused only with `--zero-bubble-strict`). All ranks raise the error.
+        ValueError: B computes the weight gradient of a module that could defer it to W (allowed with
+            `--zero-bubble-no-strict`), or of another module (refused only with `--zero-bubble-strict`). All ranks raise
+            the error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))
@@ -56,7 +57,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Return the share of a rank's parameters in each module whose weight gradient stays in B, by the module's name.
+    """Return the modules whose weight gradients stay in B: name of the module -> its share of a rank's parameters.
 
     If the share of a module differs between ranks, the function returns the largest share.
     """

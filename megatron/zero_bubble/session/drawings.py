@@ -116,7 +116,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write a picture of the plan in `report`, and the plan's idle time by cause, as data of step `iteration`."""
+    """Write the plan's picture and idle time by cause to TensorBoard and W&B, with `iteration` as the step."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline
@@ -132,7 +132,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """Return the share of each cause of idle time in the time of all ranks, by the cause's TensorBoard tag."""
+    """Return TensorBoard tag -> idle time due to one cause, divided by (number of ranks x longest span)."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole

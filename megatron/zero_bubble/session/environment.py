@@ -95,7 +95,7 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
-    """Raise `ValueError` unless `world_size` is a multiple of the ranks per replica; the message names `source`."""
+    """Raise `ValueError` unless the number of ranks per replica divides `world_size`; the message names `source`."""
     ranks, context = flags.ranks_of_replica, flags.context_parallel_size
     if world_size % ranks:
         sizes = f"--tensor-model-parallel-size {flags.tensor_model_parallel_size}"

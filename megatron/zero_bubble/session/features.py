@@ -1,4 +1,4 @@
-"""Checks the flags of optional features for missing and contradicting flags. The module imports no megatron.core."""
+"""Checks that the flags of optional features are complete and consistent. The module imports no megatron.core."""
 
 from __future__ import annotations
 

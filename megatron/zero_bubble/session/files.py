@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_file(path: str | Path) -> str:
-    """Return the text of a file, without the byte order mark with which editors of some systems begin a file.
+    """Return the text of a file; leave out the byte order mark that some editors write at the beginning of a file.
 
     Raises:
         OSError: `path` cannot be read.
@@ -21,8 +21,8 @@ def read_file(path: str | Path) -> str:
 def write_file(path: str | Path, text: str) -> None:
     """Write `text` to `path`. If writing fails or the machine crashes, a regular file keeps its old content.
 
-    A new file with the same permissions replaces a regular file. If `path` is a symbolic link, `write_file` writes the
-    target of the link. A device, a FIFO or an open file of this process (such as `/dev/stdout`) is written in place.
+    A regular file is replaced by a new file with the same permissions. A device, a FIFO or an open file of this process
+    (such as `/dev/stdout`) is written in place. If `path` is a symbolic link, the target of the link is written.
 
     Raises:
         OSError: `path` cannot be written.

@@ -24,8 +24,8 @@ def flag(
     Field `num_layers` becomes `--num-layers`. A `bool` flag takes no value; if the flag is given, the field is True.
 
     Args:
-        default: the value of the field without the flag; with `dataclasses.MISSING`, the flag is required. argparse
-            converts a default value that is a string like the text of the flag.
+        default: the value of the field if the flag is not given; with `dataclasses.MISSING`, the flag is required. If
+            the default is a string, argparse converts this string in the same way as the text of the flag.
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
             the field determines the conversion.
@@ -62,7 +62,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups` wherever they are in `argv`; return an instance of `arguments` and the other words.
+    """Parse the flags of `groups` anywhere in `argv`; return an instance of `arguments` and the other words of `argv`.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.

@@ -36,7 +36,7 @@ class HybridPattern:
 
     @property
     def num_further(self) -> int:
-        """The number of multi-token prediction layers: the number of non-empty parts between the `/` of `further`."""
+        """The number of multi-token prediction layers: `/` separates them in `further`; empty parts do not count."""
         return len([part for part in self.further.split(_FURTHER) if part])
 
     @property
@@ -50,7 +50,7 @@ class HybridPattern:
         return tuple(map(len, self.stages))
 
     def divided(self, partition: Sequence[int]) -> HybridPattern:
-        """A copy of the pattern, divided into stages of which stage i has `partition[i]` layers."""
+        """A copy of the pattern, divided into stages so that stage i has `partition[i]` layers."""
         assert sum(partition) == len(self.symbols), "a partition of another number of layers"
         ends = accumulate(partition, initial=0)
         return HybridPattern(tuple(self.symbols[start:end] for start, end in pairwise(ends)), self.further)

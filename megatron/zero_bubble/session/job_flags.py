@@ -36,7 +36,7 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Pattern of further flags, some of which a training program may lack, that change the costs of a stage."""
+"""Pattern for names of further flags that change the costs of a stage; a training program may lack some of these."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag -> pattern of further flags, which change the costs of a stage only if the first flag is set."""
+"""Flag -> pattern for names of further flags, which change the costs of a stage only if the first flag is set."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -54,7 +54,7 @@ LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """Return the flags, with values, that turn full recomputation off; empty if full recomputation is already off."""
+    """Return names and values of flags that turn full recomputation off; an empty dictionary if it is already off."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -97,7 +97,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
     zero_bubble_layout_limits: tuple[float, ...] | None = None
-    """The memory limits of the ranks in bytes, which a checkpoint records with the layout that was chosen."""
+    """The memory limit of each rank, in bytes; a checkpoint records these limits together with the chosen layout."""
     given_model: Mapping[str, Setting] = field(default_factory=dict)
     """The flags on which the costs of a stage depend, with their given values."""
 
@@ -163,7 +163,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def averages_experts_over_microbatches(self) -> bool:
-        """Whether the experts have an auxiliary loss over several microbatches, which depends on their order."""
+        """Whether the experts' auxiliary loss averages over microbatches, and so depends on the microbatch order."""
         return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
 
     @property
@@ -173,7 +173,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The flags that describe the model of a profile; the values must be equal in all jobs that use the profile."""
+        """The flags and values that a profile records; a job that uses the profile may differ only in layout flags."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 

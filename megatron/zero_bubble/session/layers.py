@@ -55,7 +55,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set how many layers the stages have, each with the flag's value as text.
+    """The flags that set the number of layers of the stages; each entry is text with the flag and its value.
 
     Flags that a user may combine share one entry in the returned list.
     """
@@ -83,7 +83,7 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The number of layers that a flag sets for the first or last rank, by the flag's text, such as `--flag 3`."""
+    """The number of layers that flags set for the first and last rank, in a dictionary with keys such as `--flag 3`."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
@@ -163,7 +163,7 @@ def layers_of_layout(layout: str, num_ranks: int) -> Partition:
     """The number of layers of each stage in a layout of megatron-core, in model order.
 
     Raises:
-        ValueError: megatron-core cannot read the layout.
+        ValueError: megatron-core cannot read the layout, or a repeat count is too large.
     """
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -212,7 +212,7 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
         per_rank = -(-(flags.num_layers + ends) // (pipeline * per_chunk))
     if per_rank is not None and per_rank > 1 and pipeline < 2:
         raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
-    # The embedding and the loss may have a stage each to themselves.
+    # The embedding and the loss may each have a stage of their own.
     if per_rank is not None and per_rank * pipeline > flags.num_layers + 2:
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {per_rank} x --pipeline-model-parallel-size {pipeline} are more "

@@ -69,11 +69,11 @@ class LayoutChoice:
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Plans of Megatron's layout that fit in memory, under the job's schedule and megatron-core's own schedule."""
+    """Plans of Megatron's layout that fit in memory: with the job's schedule, and with megatron-core's own schedule."""
     request: PlanRequest
     """The planner's request for all layouts that the flags allow."""
     rehearsed: tuple[tuple[Plan, float], ...] = ()
-    """(plan, measured milliseconds of a step) for each plan that was rehearsed: run for some steps before training."""
+    """(plan, measured and scaled step time in ms) for each plan that ran for some steps before training (rehearsal)."""
 
     @property
     def is_megatrons_split(self) -> bool:

@@ -57,7 +57,7 @@ def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | Non
     """Text with the speed of each plan relative to the last plan: as measured in a short test run, and as predicted.
 
     Args:
-        rehearsed: for each plan, the plan and its step time in milliseconds, corrected by the test run.
+        rehearsed: pairs of a plan and its step time in milliseconds, which was measured in the test run and scaled.
         usual: the layout of Megatron's flags.
     """
 

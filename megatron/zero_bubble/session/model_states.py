@@ -90,7 +90,7 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how many times per step the replicas exchange all gradients, and how many times all parameters.
+        """Return how often per step the replicas exchange all gradients, and how often they exchange all parameters.
 
         An all-reduce counts as two exchanges; a reduce-scatter or an all-gather counts as one exchange. ZeRO stage 3
         gathers parameters for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced

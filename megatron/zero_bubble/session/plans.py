@@ -29,7 +29,7 @@ _FILE = "file:"
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The `RunSchedules` that the flags ask for, without making any schedule; None for megatron-core's own schedule.
+    """The `RunSchedules` that the flags ask for, before any schedule is made; None for megatron-core's own schedule.
 
     Raises:
         ValueError: the named schedule does not exist, or the number of ranks or chunks does not fit the schedule.
@@ -76,7 +76,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 
 
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
-    """Number of microbatches that a rank runs on one chunk before the next chunk; None if the planner may choose.
+    """Number of microbatches that a rank runs on a chunk before it runs the next chunk; None if the planner may choose.
 
     With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
     the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps
@@ -203,15 +203,15 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 _ASSUMED_EXCHANGE = 0.3
-"""Assumed share of token exchanges between experts in the times of F and B, until times are measured."""
+"""Fraction of the times of F and B that the token exchange between experts takes; assumed until it is measured."""
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
     """Default costs of the stages, for plans that are made before a measurement; None if such plans need no costs.
 
-    If the job may run F and B as one operation, the costs include the all-to-all of experts; the plans for the profiled
-    iterations then contain such operations. If the job recomputes activations, the costs include the number of blocks
-    that a stage can recompute.
+    If the job profiles iterations and may run F and B as one operation, the costs include the all-to-all of experts, so
+    that the plans for the profiled iterations run F and B as one operation. If the job recomputes activations, the
+    costs include the number of blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)

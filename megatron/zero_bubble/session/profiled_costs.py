@@ -100,7 +100,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """Return, of the systems of equations with exactly one solution, the system with the fewest assumptions."""
+        """Return the system with the fewest assumptions among all systems of equations with a unique solution."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:
@@ -119,13 +119,13 @@ class _Fit(NamedTuple):
             yield cls(told_apart, 0 * first, layers, last)
 
     def solve(self, costs: Sequence[float] | np.ndarray) -> list[float]:
-        """Solve the equations for stage `costs`; return the costs of embedding, of each layer and of the output."""
+        """Solve the equations for the stages' `costs`; return the costs of embedding, each layer and output."""
         embedding, *of_kinds, output = nonnegative_least_squares(
             np.column_stack([self.embedding, self.layers, self.output]), np.asarray(costs, dtype=float)
         ).tolist()
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """Return the cost of each layer, from stage `costs` that do not include the embedding and the output."""
+        """Return the cost of each layer from the stages' `costs`, which do not include the embedding and the output."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

@@ -1,4 +1,4 @@
-"""The only module that formats and prints the output of a run: parameters, layout, plan and idle time."""
+"""Formats and prints the output of a run: parameters, layout, plan and idle time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """A line with the share of weights whose gradient W computes, among all weights of matrix products in the model."""
+    """A line with the share of the model's matrix-product weights for which W, instead of B, computes the gradient."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -108,7 +108,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """A note that one operation of F and B takes `ratio` times as long as F and B one after the other."""
+    """A note that F and B as one operation take `ratio` times as long as F and B one after the other."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"
@@ -250,7 +250,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return the known idle shares, measured and predicted, by their tags in TensorBoard and W&B."""
+    """Return the given idle shares, measured and predicted, in a dictionary keyed by tags for TensorBoard and W&B."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

@@ -57,7 +57,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The job's forward-backward function, which runs the schedules and, if asked to, measures costs and replans.
+    """The job's forward-backward function, which runs schedules and, with `job.planning`, measures costs and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -112,7 +112,7 @@ def units_of(
     """Make the `UnitModels` for measuring the costs of embedding, layers and output; the process groups must exist.
 
     Args:
-        settings: Megatron's and our flags, as attributes.
+        settings: an object with Megatron's flags and the zero-bubble flags as attributes.
         config: the configuration of the model.
         build: function that builds the embedding, a layer or the output (see `UnitModels`).
         forward_step: the forward step of the training.

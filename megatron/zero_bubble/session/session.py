@@ -64,7 +64,7 @@ class Session:
         iteration: number of completed training iterations, including iterations before the run.
         num_steps: number of training iterations that this run has completed.
         num_microbatches: number of microbatches in the last iteration.
-        store: keeps the weight gradients that B defers; None under megatron-core's own schedule.
+        store: keeps the weight-gradient computations that B defers to W; None under megatron-core's own schedule.
         post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
         replicas: averages parameters under hierarchical SGD, and measures how long replicas wait; set by `start`.
         run: forward-backward function, set by `start`; megatron-core's own function if there is no zero-bubble
@@ -176,7 +176,7 @@ class Session:
         """Prepare the configuration of the model's chunks before the chunks are built.
 
         Args:
-            model_class: class of the model; None if the model is known to support recomputation and F-B pairs.
+            model_class: class of the model; None if it is known to support recomputation, and F and B as one operation.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -270,7 +270,7 @@ class Session:
         return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """Run a step or an evaluation, with the arguments and the result of megatron-core's forward-backward function.
+        """Run a step or an evaluation; arguments and result are as in megatron-core's forward-backward function.
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the forward step does

@@ -1,4 +1,4 @@
-"""Runs a program as one rank of a job, and ends the rank after errors. The module imports nothing of megatron-core."""
+"""Runs a program as one rank of a job, and ends the rank after errors. The module does not import megatron-core."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def measured_timeline(
     *,
     shapes_vary: bool = False,
 ) -> Timeline:
-    """A `Timeline` of a step's measured operations that begins at time 0; its costs are mean times of the operations.
+    """A `Timeline` of a step's measured operations, shifted to begin at time 0; its costs are mean times of operations.
 
     If a forward ran again after the rollback of an optimizer step, the timeline shows only the last run of the forward.
     The costs of messages and memory come from `profiled`; without `profiled`, these costs are zero. If `shapes_vary` is

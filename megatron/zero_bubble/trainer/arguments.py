@@ -1,8 +1,8 @@
 """Defines the flags of `pretrain_gpt.py`; a flag that Megatron-LM also has keeps Megatron-LM's name.
 
-`core_flags.py` makes a flag from each field of megatron-core's configurations. `session/flags.py` lists the flags that
-the trainer and the launcher share. This module defines the flags of `pretrain_gpt.py` that are in neither of the two
-files.
+`core_flags.py` makes flags from fields of megatron-core's configurations. `session/flags.py` lists the flags that the
+trainer and the launcher share, and `session/aliases.py` lists other names of these flags. This module defines the
+remaining flags of `pretrain_gpt.py`.
 """
 
 from __future__ import annotations

@@ -128,10 +128,10 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
     """Check a checkpoint's files, and read the checkpoint's metadata and the part that is common to all ranks.
 
     Args:
-        needed: keys that the checkpoint's part common to all ranks must contain.
+        needed: keys that the part that is common to all ranks must contain.
 
     Raises:
-        CheckpointError: a file is missing, truncated or of another format, or the checkpoint's part common to all ranks
+        CheckpointError: a file is missing, truncated or of another format, or the part that is common to all ranks
             lacks a key of `needed`.
     """
     check_config(folder)

@@ -24,7 +24,7 @@ _MODEL_COMPUTATION = (
 """Flags that change a model's computation, but not its parameters; with `--finetune`, the values of the flags may
 differ from the checkpoint."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
-"""Optimizer -> flags that get the checkpoint's values when the trainer loads the optimizer's state."""
+"""Optimizer -> flags whose values are part of the optimizer's state, so that loading the state would replace them."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
 """Flags that belong to the learning-rate schedule, but are missing in the state of the learning-rate scheduler."""
 _SCHEDULE_FLAGS = {

@@ -107,7 +107,7 @@ class CoreFlag(NamedTuple):
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
     convert: Callable[[Any], Any]
-    """Converts a value of the flag other than None to the value of the field."""
+    """Converts the flag's value, which must not be None, to the value of the field."""
     entry: tuple[Any, Any]
     """Type of the flag's attribute, and the attribute's definition as a dataclass field."""
 

@@ -29,7 +29,7 @@ class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
     megatron-core names the cached sample index after the data's path and the dataset's settings, but not after the
-    contents of the data. If data were tokenised again under the same path, megatron-core would use the sample index of
+    contents of the data. If data were tokenized again under the same path, megatron-core would use the sample index of
     the old data, and samples would be out of range or silently wrong.
     """
 
@@ -51,7 +51,7 @@ class Datasets:
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
     num_samples: tuple[int, ...]
-    """Number of samples of each split, set on all ranks; 0 for a missing split, on which nothing is evaluated."""
+    """Number of samples of each split, the same on all ranks; 0 for a missing split, which is not evaluated."""
 
 
 def build_datasets(
@@ -63,7 +63,7 @@ def build_datasets(
     """Build or load the datasets and their sample indices; a collective call of all ranks.
 
     Args:
-        needs_data: whether a model chunk of this rank reads data. Only rank 0 of a tensor-parallel group reads data.
+        needs_data: whether a model chunk of this rank needs data. Only rank 0 of a tensor-parallel group reads data.
             Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
         log: function that prints a line about the progress, on rank 0 only.
 

@@ -1,4 +1,4 @@
-"""Checks tokenised data (.bin/.idx pairs, blends and splits) early and without communication.
+"""Checks tokenized data (.bin/.idx pairs, blends and splits) early and without communication.
 
 megatron-core detects mistakes in data late: by a traceback on one rank, by an endless loop (a split without documents),
 or by an out-of-range index on the GPU (tokens of another tokenizer). All checks of this module raise `ValueError` with
@@ -102,7 +102,7 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """Refuse a `--split` without one to three shares (training, validation, test), or with a training share of 0.
+    """Refuse a `--split` unless it has one to three shares (training, validation, test) and a training share above 0.
 
     `check_split` ignores quotes around `split`, as Megatron-LM does, because Megatron-LM's scripts may pass quotes.
     """

@@ -28,7 +28,7 @@ from megatron.zero_bubble.trainer.data_documents import padded
 
 _Collate = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 _SECONDS_TO_DIE = 1.0
-"""Seconds to wait, after the first error of a loader, for the end of the worker that caused the error."""
+"""Seconds to wait after an error of a loader, because the worker that caused the error may not have ended yet."""
 
 
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):

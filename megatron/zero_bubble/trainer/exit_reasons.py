@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
-        waits: True to decide after an iteration by the votes of all ranks after this iteration; False to decide by the
-            votes after the previous iteration, so that no rank waits for other ranks.
+        waits: whether the decision after an iteration uses the votes that all ranks cast after the same iteration; if
+            False, the votes of the previous iteration decide, so that no rank waits for other ranks.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop training after `iteration`, or None; a collective call with equal results."""
+        """Return the reason to stop training after `iteration`, or None, the same on all ranks; a collective call."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"

@@ -20,7 +20,7 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor, *, checks_finite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss and the number of the tokens that `loss_mask` selects, and a report for the log.
+    """Return the summed loss of the tokens that `loss_mask` selects, the number of these tokens, and a report to log.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts for the loss.

@@ -170,7 +170,7 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the previous iteration with the outcome of its validated optimizer step, and zero the gradients.
 
-        The schedule calls `_complete_unsettled` while messages from neighbouring ranks may be in flight. Therefore
+        The schedule calls `_complete_unsettled` while messages from neighboring ranks may be in flight. Therefore
         `_complete_unsettled` must not wait for another rank or for the whole device, and prints no log line. The
         training loop prints the log line after the schedule has run.
         """

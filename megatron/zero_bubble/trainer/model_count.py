@@ -179,7 +179,7 @@ def rank_tokens(args: Arguments) -> int:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """Return `args` changed to build the model from local layers, whose floating-point operations can be counted."""
+    """Return a copy of `args` for a model of local layers, whose floating-point operations can be counted."""
     backend = "local" if args.transformer_impl == "transformer_engine" else args.attention_backend
     return replace(args, **{"attention_backend": backend, **_PLAIN})
 
@@ -242,7 +242,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Count a unit's distinct parameters on all ranks; the count of multi-token prediction is a separate result."""
+    """Count a unit's distinct parameters on all ranks; parameters of multi-token prediction are in the second count."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

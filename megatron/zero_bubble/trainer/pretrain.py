@@ -65,7 +65,7 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 
 def without_first_load(args: Arguments) -> Arguments:
-    """Remove `--load` from the flags if `--load` and `--save` name the same folder without a checkpoint."""
+    """Remove `--load` from the flags if `--load` and `--save` name one folder, which has no checkpoint yet."""
     if args.load is None or args.save is None or tracked(args.load) != "none":
         return args
     if Path(args.load).resolve() != Path(args.save).resolve():
@@ -101,7 +101,7 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
 def open_data(
     args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
-    """Open the training and validation data after the samples that earlier runs have consumed.
+    """Open the training and validation data, and skip the samples that earlier runs have consumed.
 
     Closing `resources` closes the data.
 

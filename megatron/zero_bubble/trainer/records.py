@@ -1,4 +1,4 @@
-"""Logs exact losses, gradient norms and parameter digests (`--log-numerics`), and summarises a run in one line."""
+"""Logs exact losses, gradient norms and parameter digests (`--log-numerics`), and summarizes a run in one line."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Least numbers of rounds, and of measured iterations in each round, for the benchmark to recommend a schedule."""
+"""Minimum numbers of rounds and of measured iterations per training with which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
     """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
 
-    In each round, the benchmark trains once under every schedule; a speedup is the median over the rounds of the ratio
-    of two schedules' speeds in the same round. A schedule other than megatron-core's 1F1B is recommended only if the
-    95% confidence interval of its speedup over 1F1B lies above 1. The text also names the schedules that are not
-    significantly slower than the fastest schedule.
+    In each round, the benchmark trains once under every schedule. The speedup of one schedule over another is the
+    median, over all rounds, of the ratio of their speeds in the round. A schedule other than megatron-core's 1F1B is
+    recommended only if the 95% confidence interval of its speedup over 1F1B lies above 1. The text also names the
+    schedules that are not significantly slower than the fastest schedule.
 
     Args:
         results: one result for each schedule; the first result is that of megatron-core's 1F1B.

@@ -83,9 +83,9 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     following: ClassVar[str] = "[SCRIPT] <the flags of a training>"
     script: Path | None = None
-    """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
+    """The Megatron-LM script that the benchmark runs; None if the benchmark runs this project's pretrain_gpt.py."""
     schedule_flags: tuple[str, ...] = ()
-    """Zero-bubble flags that every schedule in --schedule gets before the flags quoted with the schedule's name."""
+    """Zero-bubble flags that all schedules of --schedule share; the flags of a single schedule follow these flags."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",

@@ -35,7 +35,7 @@ class _ScriptSizes:
 
 @dataclass(frozen=True)
 class ScriptArguments(ParallelFlags, _ScriptSizes):
-    """The arguments of a script that determine the numbers of ranks, microbatches and tokens of an iteration."""
+    """The script arguments that determine the number of ranks, and the microbatches and tokens in an iteration."""
 
     world_size: int = 1
     vocabulary_parallel: bool = False

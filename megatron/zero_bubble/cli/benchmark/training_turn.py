@@ -25,7 +25,7 @@ _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds from SIGTERM to SIGKILL for a late torchrun; torchrun itself gives its ranks 30 seconds to end."""
+"""Seconds that torchrun has to end after SIGTERM, before SIGKILL; torchrun gives its own ranks 30 seconds to end."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Turn:
     """Placement and layers of the stages that the training chose; None if the training chose no layout."""
     is_device_memory: bool = False
     tflops: tuple[float, ...] = ()
-    """Printed TFLOP/s/GPU of every logging interval; empty if the training printed no such value, or printed a 0."""
+    """Printed TFLOP/s/GPU of every logging interval; empty if no value was printed or a printed value is 0."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:

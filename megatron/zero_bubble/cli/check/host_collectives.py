@@ -20,7 +20,7 @@ _METHODS = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Methods that move tensors between ranks; a process group has some of them, depending on torch's version."""
+"""Methods of a process group that move tensors between ranks; each version of torch has only some of these methods."""
 
 
 class StagedWork:

@@ -12,7 +12,7 @@ NUM_RANKS = 4
 VOCAB_SIZE = 120
 REFERENCE = "megatron-core"
 ROUNDING = 0.01
-"""Largest relative difference of two losses that count as equal, because sums in bf16 depend on their order."""
+"""Two losses count as equal up to this relative difference, because a sum in bf16 depends on the order of its terms."""
 _CHECKPOINT = "checkpoint"
 _MODEL = {
     "paper": ("--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--micro-batch-size", "1"),
@@ -27,10 +27,10 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
-"""Flags for a planned schedule in the reference training's layout, so that the numerics are comparable bit by bit."""
+"""Flags that plan a schedule but keep the reference training's layout, so that numerics can be compared bit by bit."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""Flags without which results depend on the ranks that sum gradient norms and draw random numbers."""
+"""With these flags, results do not depend on which ranks sum gradient norms and draw random numbers."""
 _TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 _EXPERTS = (
     *(*_PP2_DP2, "--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-router-topk", "2"),
@@ -46,7 +46,7 @@ class Cell:
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """The values that must be equal in the reference: `everything`, `the losses`, `rounded losses` or `nothing`."""
+    """The values that must equal the reference's values: `everything`, `the losses`, `rounded losses` or `nothing`."""
 
     @property
     def title(self) -> str:
@@ -140,7 +140,7 @@ def names(transformer_impl: str = "local") -> tuple[str, ...]:
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the trainings named in `names`, and those of the same layouts under megatron-core's schedule.
+    """Return the trainings named in `names`, and the trainings of the same layouts under megatron-core's schedule.
 
     If `names` is empty, the function returns all trainings.
     """

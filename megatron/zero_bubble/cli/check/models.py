@@ -44,7 +44,7 @@ class Model:
         return 3 * self.pipeline_size
 
     def arguments(self, num_stages: int) -> Arguments:
-        """Return the arguments of a training of this model with `num_stages` stages, each of the model's stage size."""
+        """Return the arguments for training `num_stages` stages of this model, with `layers_a_stage` layers each."""
         sizes = {
             "num-layers": self.layers_a_stage * num_stages,
             "hidden-size": self.hidden_size,

@@ -1,4 +1,4 @@
-"""Trains on ranks that share a device, and compares the numerics of our schedules and of megatron-core's schedule."""
+"""Trains on ranks that may share a device, and compares the numerics of our schedules and megatron-core's schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """`equal`, `differs`, `failed`, `no reference` (it failed), `reference`, or `made` (only saves a checkpoint)."""
+    """`equal`, `differs`, `failed`, `reference`, `no reference` (the reference failed), or `made` (a checkpoint)."""
     detail: str
     seconds: float
     log: str = ""
@@ -36,7 +36,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The results of the trainings of `zero-bubble check` over every communication backend of this machine."""
+    """The results of all trainings of `zero-bubble check`, over each communication backend of this machine."""
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
@@ -153,7 +153,7 @@ class RankCheck:
 
 
 def find_difference(expected: Path, found: Path, compares: str) -> str | None:
-    """Return the first difference between two files of `--log-numerics`; None if the files have the same values.
+    """Return a description of the first difference between two files of `--log-numerics`; None if the files agree.
 
     Args:
         compares: the values to compare, as in `Cell.compares`.

@@ -136,7 +136,7 @@ class MiddleStage:
 def make_stage(
     args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
 ) -> MegatronStage:
-    """Return the stage of a pipeline rank as in training, with input batches that do not depend on the rank."""
+    """Return the stage that a pipeline rank runs in training, but with the same input batches on every rank."""
     batches = _batches(args, device)
     call = StepCall(
         forward_step_func=make_forward_step(args),

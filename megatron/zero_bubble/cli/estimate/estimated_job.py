@@ -220,7 +220,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Return for every layer whether the schedule recomputes the layer."""
+        """Return for every layer whether the schedule may recompute the layer."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
@@ -238,10 +238,10 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Return `flags` with the flags that a training requires, and with a default for --transformer-impl.
+    """Return `flags`, completed with the flags that a training requires and a default for --transformer-impl.
 
     The default is the profile's value or, without a profile, Megatron-LM's default. Flags that reset attention masks,
-    choose FSDP2 or choose local attention need local layers; with these flags, the trainer's default applies.
+    choose FSDP2 or choose local attention need local layers, which are the default of this project's trainer.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]

@@ -21,7 +21,7 @@ class ReplicaStep(NamedTuple):
     end: float
     resumed: float
     group_size: int
-    """Number of neighbouring replicas that wait for each other after the step; 1 if the replica waits for no other."""
+    """Number of neighboring replicas that wait for each other after the step; 1 if the replica waits for no replica."""
     straggles: bool
 
 

@@ -85,7 +85,7 @@ class Results:
 
     @property
     def refused_by_reason(self) -> dict[str, str]:
-        """Map from each reason of a refusal to the refused schedules and layout searches, as names joined by commas."""
+        """Reason for a refusal -> names of the refused schedules and layout searches, joined by commas."""
         names: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             names.setdefault(reason, []).append(name)

@@ -34,7 +34,7 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit."""
     without_pairs: Timeline | None = None
-    """Timeline of a second plan in which no forward and backward run as one operation, for comparison."""
+    """Timeline of a second plan without pairs (an F and a B that run as one operation), for comparison."""
 
     @property
     def schedule(self) -> Schedule:
@@ -237,7 +237,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the same estimate for megatron-core, which recomputes in the backward and has no vocabulary shards."""
+    """Return `ours` as estimated for megatron-core, which recomputes in the backward and has no vocabulary shards."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -1,4 +1,4 @@
-"""Answers requests from the playground's page, to draw and plot schedules and to save and open files.
+"""Answers the requests of the playground's page: draws and plots schedules, and saves and opens files.
 
 A request contains flags of `zero-bubble schedule`. The page shows the same numbers and messages as the command, because
 the command's own code reads the flags. The browser calls `answer`; tests call `answer` without a browser.

@@ -33,7 +33,7 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Cause of idle time -> colour; idle time that waits for an operation has the colour of the awaited operation."""
+"""Cause of idle time -> color; time spent waiting for an operation has the color of the awaited operation."""
 
 
 def facts() -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 _MICROSECONDS = 1000
-"""Microseconds, the unit of time of a trace, in a millisecond, the unit of time of a timeline."""
+"""Microseconds per millisecond: times are in microseconds in a trace, and in milliseconds in a timeline."""
 
 
 def is_trace(text: str) -> bool:

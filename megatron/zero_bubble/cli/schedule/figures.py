@@ -51,7 +51,7 @@ class ScheduleFigures:
     iteration_time: float
     """Time from one iteration to the next."""
     without_post_validation: float
-    """Time from one iteration to the next if no rank begins an iteration before all ranks have ended the last one."""
+    """Time from one iteration to the next if an iteration starts only after all ranks have ended the previous one."""
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
@@ -205,7 +205,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Share of M_B by which rounding errors may let B and W release more memory than F allocates."""
+"""Tolerance for rounding errors: B and W may release up to this share of M_B more memory than F allocates."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {

@@ -26,13 +26,13 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "offload": {"offload": "auto"},
     "both": {"recompute": "planned", "offload": "auto"},
 }
-"""Name of a curve of --dial -> the flags of its plans, which keep, recompute or copy activations."""
+"""Name of a curve of --dial -> flags that let the curve's plans recompute activations or copy them to the host."""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Largest time in the plot of --dial, divided by the time of the fastest plan that keeps all activations."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory for which the printed text has times."""
+"""The printed text compares the fastest plan with plans that fit into these shares of the fastest plan's memory."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences about the fastest plan, about plans that need less memory, and about curves that lack costs."""
+    """Yield sentences about the fastest plan, plans that need less memory, and curves left out for lack of costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

@@ -58,7 +58,7 @@ def make_schedule(
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
-    """Return an error message if `costs` has no memory that recomputation or offload can free; otherwise None."""
+    """Return an error message if the chosen recomputation or offload frees no memory under `costs`; otherwise None."""
     for is_asked, flag, name, effect in (
         (flags.recomputation is not Recompute.NONE, f"--recompute {flags.recompute}", "memory_r", "dropped"),
         (flags.offloads, "--offload auto", "memory_d", "copied to the host"),

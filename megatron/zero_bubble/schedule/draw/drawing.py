@@ -1,4 +1,4 @@
-"""Places, sizes and labels of the elements in a drawing of a timeline."""
+"""Positions, sizes and labels of the elements in a drawing of a timeline."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Options(TypedDict, total=False):
     width: int | None
     """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Time that the width represents, by default the makespan; equal widths and durations give equal scales."""
+    """Time that the width represents, by default the makespan; drawings of equal width and duration share a scale."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:

@@ -1,4 +1,4 @@
-"""The rows of the ranks in a drawing: operations, bubble rates, messages, and the critical path."""
+"""The rows of the ranks in a drawing: operations, idle percentages, messages, and the critical path."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
 A schedule whose stages recompute activations in groups of layers also has `groups`, the number of groups of each stage.
-Costs may have the optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`,
-`memory_outside`), offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`,
-`memory_t`). `schedule_from_json` and `costs_from_json` refuse JSON with another `format`, a later `version`, an unknown
-key or a missing key.
+Costs may have the optional fields of `StageCosts`: `saved_bw`, and fields for recomputation (`time_r`, `memory_r`,
+`num_blocks`, `memory_outside`), offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`,
+`memory_s`, `memory_t`, `latency_collective`). `schedule_from_json` and `costs_from_json` refuse JSON with a different
+`format`, a later `version`, an unknown key or a missing key.
 """
 
 from __future__ import annotations

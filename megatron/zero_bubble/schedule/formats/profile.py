@@ -46,8 +46,8 @@ class Profile:
     ) -> None:
         """Check that the profile fits a run.
 
-        If a setting of the run is missing in the profile, the profile counts as measured with this setting switched
-        off.
+        If the profile lacks a setting of the run, `check_fits` assumes that the setting was switched off when the
+        profile was measured.
 
         Args:
             placement: placement of the run.

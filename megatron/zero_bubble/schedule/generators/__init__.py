@@ -1,1 +1,1 @@
-"""Generators of the named schedules that need no costs; each file generates one family of schedules."""
+"""Generators of the named schedules that do not depend on costs; each module generates one family of schedules."""

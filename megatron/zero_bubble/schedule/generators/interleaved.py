@@ -16,10 +16,10 @@ def interleaved_1f1b(
     """Generate interleaved 1F1B with the same order of operations as megatron-core.
 
     Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
-    starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
-    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory is (1 + (p-1)/(pv)) p M_B. In
-    the formulas for the bubble and the peak memory, F, B, W and M_B are the times and the memory of all chunks of a
-    rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then forwards and backwards
+    alternately. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory is (1 + (p-1)/(pv)) p
+    M_B. In the formulas for the bubble and the peak memory, F, B, W and M_B are the times and the memory of all chunks
+    of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
 
     Args:
         num_ranks: number of ranks p.
@@ -96,7 +96,7 @@ def _interleaved(
 ) -> Schedule:
     if group_size is None:
         group_size = num_ranks
-    # The following conditions, with which megatron-core prevents deadlocks, hold for all interleaved schedules.
+    # All interleaved schedules must meet the following conditions, with which megatron-core prevents deadlocks.
     if num_chunks < 2:
         raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
     if num_microbatches < num_ranks:

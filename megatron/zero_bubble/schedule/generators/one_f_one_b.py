@@ -9,7 +9,7 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Generate 1F1B: rank r (from 0) runs p-r-1 F, then one F and one BW in turn, then the remaining BW.
+    """Generate 1F1B: rank r (from 0) runs p-r-1 F, then F and BW alternately, then the remaining BW.
 
     The bubble is (p-1)(F+B+W), and the peak memory of rank r is (p-r) M_B. Source: Narayanan et al. 2021, arXiv
     2104.04473.
@@ -22,7 +22,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def with_warmups(name: str, num_microbatches: int, warmups: Iterable[int]) -> Schedule:
-    """Return a schedule with one chunk on each rank; rank r runs `warmups[r]` F, then one F and one BW in turn."""
+    """Return a schedule with one chunk on each rank; rank r runs `warmups[r]` F, then F and BW alternately."""
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
     ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
@@ -30,7 +30,7 @@ def with_warmups(name: str, num_microbatches: int, warmups: Iterable[int]) -> Sc
 
 
 def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:
-    """Return `num_warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Return `num_warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     ops = list(forwards[:num_warmup])
     for k, backward in enumerate(backwards):
         ops += forwards[num_warmup + k : num_warmup + k + 1]

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with W split from B, in the memory of 1F1B."""
+"""ZB-H1: 1F1B with W split from B; no rank needs more memory than rank 0 of 1F1B."""
 
 from __future__ import annotations
 

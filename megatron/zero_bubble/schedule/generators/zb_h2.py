@@ -1,4 +1,4 @@
-"""ZB-H2: no bubble if F, B and W take the same time, in about twice the memory of 1F1B."""
+"""ZB-H2: no bubble if F, B and W take the same time, at about twice the peak memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate ZB-H2: 1F1B with twice the warmup. On rank r (from 0), each W comes 2r microbatches after its B.
 
     The long warmup removes the wait for the first B. All ranks have the same span, but later ranks start and end later.
-    Because later ranks end later, an optimizer step that synchronises the ranks would lengthen the iteration. The
+    Because later ranks end later, an optimizer step that synchronizes the ranks would lengthen the iteration. The
     bubble is (p-1)(F+B-2W). The peak memory of rank r is (2p-2r-1) M_B + 2r M_W. Source: Qi et al. 2024, arXiv
     2401.10241, section 2.3.2.
 
