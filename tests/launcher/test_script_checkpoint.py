@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from megatron.zero_bubble.launcher import script_checkpoint
 from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -64,6 +65,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     training = mock.Mock(load_args_from_checkpoint=reads)
     monkeypatch.setitem(sys.modules, "megatron.training", mock.Mock(checkpointing=training))
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", training)
+    monkeypatch.setattr(script_checkpoint, "jointly", lambda action: action())
     return reads
 
 

@@ -166,6 +166,17 @@ def test_a_step_spans_its_operations_and_waiting_is_no_work():
     assert step_time(ops) == StepTime(span=6.0, work=3.0)
 
 
+def test_a_step_begins_after_the_last_steps_validation():
+    """A rank that validates the last step before its first forward waits for other ranks; `Timeline.spans` agree."""
+    ops = [
+        MeasuredOp(Op(OpKind.VALIDATE, 0), 0.0, 4.0),
+        MeasuredOp(F0, 5.0, 6.0),
+        MeasuredOp(B0, 9.0, 11.0),
+        MeasuredOp(Op(OpKind.STEP, 0), 11.0, 12.0),
+    ]
+    assert step_time(ops) == StepTime(span=6.0, work=3.0)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "interleaved-1f1b"])
 def test_the_idle_share_is_that_of_simulate(name):
     """The stages are uneven, so that bubble rate and imbalance are compared apart."""

@@ -234,10 +234,10 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     `StepTime.span` and `StepTime.work` exclude the operations of post-validation. An operation that ran again after a
     failed validation counts as work only once.
     """
-    computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
-    last = max(measured.end for measured in computed.values())
-    work = sum(measured.end - measured.start for measured in computed.values())
-    return StepTime(span=last - ops[0].start, work=work)
+    computed = [measured for measured in ops if measured.op.kind not in POST_VALIDATION]
+    latest = {measured.op: measured for measured in computed}.values()
+    span = max(measured.end for measured in latest) - computed[0].start
+    return StepTime(span, work=sum(measured.end - measured.start for measured in latest))
 
 
 class PipelineTime(NamedTuple):
