@@ -199,6 +199,8 @@ def test_on_a_gpu_nccl_and_host_memory_are_tried_with_all_queues_and_with_one(tm
     assert found.passed
     of_documents = {result.backend for result in found.results if result.cell == "documents"}
     assert of_documents == {"nccl", "host", "host, one queue"}, "varying shapes need several queues"
+    of_shards = {result.backend for result in found.results if result.cell == "shards"}
+    assert of_shards == {"nccl", "nccl, one queue"}, "the collectives of shards run over NCCL"
     [row] = [line for line in found.as_text(markdown=False).splitlines() if line.startswith("documents")]
     assert "not run" in row
     assert found.refused == {}

@@ -172,6 +172,19 @@ def test_the_inverse_is_close(trainings: dict[object, Trainings]) -> None:
         assert float.fromhex(b["lm_loss"]) == pytest.approx(float.fromhex(a["lm_loss"]), rel=1e-4)
 
 
+@pytest.mark.exhaustive
+def test_parameters_that_replicas_gather_during_the_validation_are_gathered_again(tmp_path: Path) -> None:
+    """The shard's last bucket is in flight then. `--log-numerics` would gather the parameters once more."""
+    overlapped = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
+    shards = (*UNTIED, "--zero-bubble-vocabulary-parallel", "on")
+    waits = flags(2, *overlapped, *shards, *ALL_CLIPPED, "--log-interval", "1")
+    plan = {"waits": waits, "post": [*waits, "--zero-bubble-post-validation", NoStepWaits()]}
+    printed = run_trainings(4, plan, tmp_path, unlogged=tuple(plan))
+    losses = {name: re.findall(r"lm loss: (\S+)", printed[name]) for name in plan}
+    assert len(losses["waits"]) == 12
+    assert losses["post"] == losses["waits"]
+
+
 @pytest.mark.exhaustive  # tests/launcher/test_launch.py compares such logs, too
 def test_what_is_logged_is_settled(tmp_path: Path) -> None:
     """The norm belongs to its iteration; rollbacks are counted; evaluation and checkpoints see the right parameters."""

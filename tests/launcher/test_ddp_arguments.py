@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
+from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 
 
@@ -58,3 +60,23 @@ def test_a_bucket_size_that_follows_from_a_number_of_buckets_is_kept() -> None:
     defer_in_ddp(call)
     assert vars(call.proceed()) == {"num_buckets": 5, "bucket_size": 1000, "delay_wgrad_compute": True}
     assert not config.delay_wgrad_compute
+
+
+def test_a_script_constructs_ddp_on_the_stream_of_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM has entered a stream of its own; a bucket's reduction waits only for the stream of its last hook."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default stream of {device}")
+
+    @contextlib.contextmanager
+    def stream(given: str | None) -> Iterator[None]:
+        streams.append(given)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    for device in ("cuda:0", "cpu"):
+        module = mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device(device))]))  # noqa: B023
+        constructed = mock.Mock()
+        signature = inspect.signature(lambda ddp_config, module: None)
+        construct_ddp(Call(constructed, signature.bind(Configuration(num_buckets=1), module)))
+        constructed.assert_called_once()
+    assert streams == ["default stream of cuda:0", None]

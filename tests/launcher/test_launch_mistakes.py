@@ -157,6 +157,13 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}, None),
         ({}, {"moe_expert_rank_capacity_factor": 1.5, "fp16": True, "logit_dtype": torch.float32}, None),
         ({"post_validation": True}, {"optimizer": "muon", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, None),
+        (
+            {"post_validation": True},
+            {"timing_log_level": 1, "barrier_with_L1_time": True},
+            "--zero-bubble-post-validation does not work with --timing-log-level 1: its timers make every step wait "
+            "for all ranks; use 0",
+        ),
+        ({"post_validation": True}, {"timing_log_level": 1, "barrier_with_L1_time": False}, None),
     ],
 )
 def test_settings_are_refused_before_megatron_lm_validates_them(

@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_threads import errors_on_ranks, pipeline_of
 from torch import nn
 
 from megatron.zero_bubble import LayerSpec, Pipeline, TiedLayerSpec
+from megatron.zero_bubble.pipeline.interconnect import connect_ranks
 from megatron.zero_bubble.planner import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
@@ -410,3 +412,17 @@ def test_a_closed_pipeline_is_not_used(use):
 
     message = "the pipeline is closed: make another one, or call close() later"
     assert [str(error) for error in errors_on_ranks(2, close_first)] == [message] * 2
+
+
+def test_a_gpu_other_than_the_current_one_is_refused(monkeypatch):
+    """A pipeline waits for and records on the current stream, which is a stream of the current GPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert connect_ranks(device="cuda:0").device == torch.device("cuda:0")
+        with pytest.raises(
+            ValueError, match=r"^device='cuda:1' is not the current GPU, cuda:0: call .*set_device\(1\) "
+        ):
+            connect_ranks(device="cuda:1")
+    finally:
+        dist.destroy_process_group()

@@ -142,3 +142,12 @@ def test_a_gpu_that_is_ahead_has_been_read_when_the_next_step_starts():
 
 def test_the_lag_of_recorded_times_is_that_of_the_clock():
     assert StepObserver(FakeClock()).lag() == 0.25
+
+
+def test_a_loop_that_never_asks_keeps_the_times_of_a_thousand_steps():
+    clock = FakeClock()
+    observer = StepObserver(clock)
+    run_step(observer, clock, 0, 0.0, 5000.0)
+    for step in range(1, 1001):
+        run_step(observer, clock, step, 0.0, 2.0)
+    assert observer.take_mean() == StepTime(span=4.0, work=2.0)

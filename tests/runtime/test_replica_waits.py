@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch.distributed as dist
@@ -56,3 +56,23 @@ def test_an_iteration_that_has_not_ended_counts_next_time(group: dist.ProcessGro
     assert waits.take() is None
     waits.end_iteration(1)
     assert waits.take() is not None
+
+
+def test_a_loop_that_never_asks_keeps_the_marks_of_a_thousand_iterations(group: dist.ProcessGroup) -> None:
+    """A mark on a GPU is a CUDA event."""
+
+    class ReadClock(CountingClock):
+        reads = 0
+
+        def seconds(self, marks: Sequence[float]) -> list[float]:
+            self.reads += 1
+            return super().seconds(marks)
+
+    clock = ReadClock()
+    waits = ReplicaWaits(group, clock)
+    for _ in range(1200):
+        with waits.measured():
+            pass
+        waits.end_iteration(1)
+    assert waits.take() is not None
+    assert clock.reads == 1000

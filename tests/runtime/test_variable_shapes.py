@@ -130,3 +130,5 @@ def test_one_hardware_queue_is_refused(monkeypatch):
     refuse_one_queue(CPU)
     with pytest.raises(ValueError, match=r"several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1"):
         refuse_one_queue(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"^messages of several tensors need several hardware queues: "):
+        refuse_one_queue(torch.device("cuda"), "messages of several tensors")

@@ -45,5 +45,19 @@ def defer_in_ddp(call: Call, **more: bool) -> None:
     vars(config).update(delay_wgrad_compute=True, **more)
 
 
+def construct_ddp(call: Call, **more: bool) -> None:
+    """Construct DDP in a script of Megatron-LM; the arguments are as in `defer_in_ddp`.
+
+    Megatron-LM constructs DDP on a separate CUDA stream. Autograd would then accumulate the gradients of biases and
+    norms on this stream, but the gradients of split layers on the default stream, where W runs. The hook that completes
+    a bucket starts the bucket's reduction, and the reduction waits only for the stream of this hook: it could start
+    before gradients on the other stream are complete. DDP is therefore constructed on the default stream.
+    """
+    defer_in_ddp(call, **more)
+    device = next(call["module"].parameters()).device
+    with torch.cuda.stream(torch.cuda.default_stream(device) if device.type == "cuda" else None):
+        call.proceed()
+
+
 def _trainable(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in chunk.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
-from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
+from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
@@ -150,8 +150,7 @@ class Run:
         with users_mistakes():
             self._shard()
             self.session.split([call["module"]])
-        defer_in_ddp(call)
-        call.proceed()
+        construct_ddp(call)
         self._chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp
+from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -168,10 +168,9 @@ class ScriptUnits:
         """Split the backward of a unit into B and W, wrap the unit in DDP, and leave the script's code."""
         split_weight_gradients([call["module"]], self._store)
         # During the measurement, replicas neither gather parameters nor reduce gradients.
-        defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
         # Copied, because a measurement sets the configuration's functions, and the script's own model may share it.
         call["config"] = copy.copy(call["config"])
-        call.proceed()
+        construct_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
         raise _LeavesScript(call["self"])
 
 

@@ -264,9 +264,13 @@ class PostValidation:
             self._gather()
 
     def _gather(self) -> None:
-        """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended."""
+        """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended.
+
+        A forced `start_param_sync` only waits for gathers that are in flight. These gathers may contain parameters of
+        the wrong step, so that a second call gathers the parameters again.
+        """
         if self._optimizer.config.use_distributed_optimizer:
-            for chunk in self._chunks:
+            for chunk in (*self._chunks, *self._chunks):
                 chunk.start_param_sync(force_sync=True)
 
     def _scalers(self) -> list[Any]:

@@ -60,6 +60,10 @@ _MLP_WITH_BIASES = _on_and(
     "`mlp` with biases",
     lambda it: it.recompute_granularity == "selective" and "mlp" in it.recompute_modules and it.add_bias_linear,
 )
+_TIMED = Condition(
+    lambda value, it: value == 2 or (value == 1 and getattr(it, "barrier_with_L1_time", False)),
+    "2, or 1 without `--no-barrier-with-level-1-timing`",
+)
 _GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
 _DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
@@ -204,7 +208,7 @@ WITH_FEATURES = (
             "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
             "it records forwards that may have to run again",
         ),
-        Refusal("timing_log_level", "its timers make every step wait for all ranks", "use 0 or 1", when=_above(1, "2")),
+        Refusal("timing_log_level", "its timers make every step wait for all ranks", "use 0", when=_TIMED),
         Refusal("mtp_detach_heads", "it clips the layers of --mtp-num-layers by a separate norm"),
         Refusal("use_precision_aware_optimizer", "it keeps gradients and parameters in an unsupported form"),
         Refusal("optimizer_cuda_graph", "its graph contains clipping and step, which post-validation runs separately"),
@@ -219,12 +223,7 @@ WITH_FEATURES = (
             "parameters are sent to the replicas before their step is validated",
             "--overlap-param-gather alone works",
         ),
-        Refusal(
-            "fp8",
-            "its scaling remembers the forwards that have to run again",
-            "use another --fp8-recipe",
-            when=_DELAYED,
-        ),
+        Refusal("fp8", "its scaling remembers forwards that run again", "use another --fp8-recipe", when=_DELAYED),
         Refusal("moe_expert_rank_capacity_factor", "it runs steps again, and so does post-validation", when=_GIVEN),
         Refusal("error_injection_rate", "it runs steps again, and so does post-validation"),
     ),

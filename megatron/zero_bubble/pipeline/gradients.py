@@ -175,8 +175,9 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
         has_foreach = _has_foreach_support(group, group[0].device)
         alone = partial(torch.linalg.vector_norm, ord=norm_type)
         of_group = torch._foreach_norm(group, norm_type) if has_foreach else map(alone, group)
-        norms.update(zip(indices, of_group, strict=True))
-    return [(layer, values.dtype, norms[k].cpu()) for k, (layer, values) in enumerate(grads)]
+        # Copied to the host together, because every copy waits for the device.
+        norms.update(zip(indices, torch.stack(list(of_group)).cpu().unbind(), strict=True))
+    return [(layer, values.dtype, norms[k]) for k, (layer, values) in enumerate(grads)]
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:

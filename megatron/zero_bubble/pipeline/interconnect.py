@@ -73,19 +73,25 @@ def connect_ranks(
 
     Args:
         group: process group of the pipeline's ranks, by default all ranks of the job.
-        device: the device that holds layers and messages. By default, this is the current GPU if `group` uses NCCL, and
-            otherwise the CPU.
+        device: the device that holds layers and messages: the CPU or the current GPU. By default, this is the current
+            GPU if `group` uses NCCL, and otherwise the CPU.
         timeout: how long a rank waits for a message or a collective before the job fails.
 
     Raises:
-        ValueError: torch.distributed is not initialized.
+        ValueError: torch.distributed is not initialized, or `device` is a GPU other than the current one.
     """
     if not dist.is_initialized():
         raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
     if device is None:
         uses_gpu = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else HOST
-    return Interconnect(group or dist.distributed_c10d._get_default_group(), torch.device(device), timeout)
+    device = torch.device(device)
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device={str(device)!r} is not the current GPU, cuda:{current}, on whose current stream a Pipeline "
+            f"computes: call torch.cuda.set_device({device.index}) first"
+        )
+    return Interconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)
 
 
 class Agreement:

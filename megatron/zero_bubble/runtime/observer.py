@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
+_MOST_STEPS = 1000
+"""Number of steps whose times are kept if `StepObserver.take_mean` is not called."""
+
 
 class StepObserver:
     """Gives the executor a recorder for every training step, and passes the step's measured operations to `sinks`.
@@ -20,7 +23,7 @@ class StepObserver:
         self._clock = clock
         self._running: tuple[int, OpRecorder] | None = None
         self._ended: deque[tuple[int, OpRecorder]] = deque()
-        self._times: list[StepTime] = []
+        self._times: deque[StepTime] = deque(maxlen=_MOST_STEPS)
         self.sinks: list[Callable[[int, Sequence[MeasuredOp]], None]] = []
         """Functions that are called with the number of each step and the measured operations of the step."""
 
@@ -44,11 +47,15 @@ class StepObserver:
             self._take()
 
     def take_mean(self) -> StepTime:
-        """Wait for the GPU; return the mean `StepTime` of the steps since the last call (zeros if there are none)."""
+        """Wait for the GPU; return the mean `StepTime` of the steps since the last call (zeros if there are none).
+
+        The mean is over at most the last 1000 steps.
+        """
         self.flush()
-        times, self._times = self._times, []
-        count = max(1, len(times))
-        return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
+        times, count = self._times, max(1, len(self._times))
+        mean = StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
+        times.clear()
+        return mean
 
     def lag(self) -> float:
         """Wait for the GPU, and return the seconds by which recorded times lag behind the host's monotonic clock."""

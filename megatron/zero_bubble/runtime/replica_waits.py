@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.recorder import Clock
+
+_MOST_ITERATIONS = 1000
+"""Number of iterations whose marks are kept if `ReplicaWaits.take` is not called."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class ReplicaWaits:
     def __init__(self, group: dist.ProcessGroup, clock: Clock) -> None:
         self._group, self._clock = group, clock
         self._marks: list[Any] = []
-        self._iterations: list[tuple[list[Any], int]] = []
+        self._iterations: deque[tuple[list[Any], int]] = deque(maxlen=_MOST_ITERATIONS)
         """For each iteration, the marks at the start and the end of each reduction, and the `group_size`."""
 
     @contextmanager
@@ -58,9 +62,10 @@ class ReplicaWaits:
     def take(self) -> Waits | None:
         """Return the mean waiting times since the last call of `take`; None if no iteration has ended since then.
 
-        All replicas call `take` together.
+        The mean is over at most the last 1000 iterations. All replicas call `take` together.
         """
-        iterations, self._iterations = self._iterations, []
+        iterations = list(self._iterations)
+        self._iterations.clear()
         if not iterations:
             return None
         spent = []

@@ -41,14 +41,18 @@ class AnswerSpec:
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
 
 
-def refuse_one_queue(device: torch.device) -> None:
+def refuse_one_queue(device: torch.device, messages: str = "shapes that vary") -> None:
     """Raise `ValueError` on a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-    A receiver that waits for a header posts the receive of the message late, so that the sender waits. With one
-    hardware queue, a waiting send also delays all later work of the sending rank.
+    If shapes vary, a receiver that waits for a header posts the receive of the message late, so that the sender waits.
+    With one hardware queue, a waiting send also delays all later work of the sending rank. If a message has several
+    tensors, the second receive of a message waits in the queue for the first receive, and delays all later work.
+
+    Args:
+        messages: the property of the messages that one queue does not allow, for the error message.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
+        raise ValueError(f"{messages} need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
 
 
 AnySpec = TensorSpec | AnnouncedSpec | AnswerSpec

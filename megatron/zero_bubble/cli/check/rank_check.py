@@ -118,6 +118,9 @@ class RankCheck:
         # With one hardware queue, messages between GPUs must have the same shape in all microbatches.
         if backend.one_queue and backend.name != "host":
             everything = [cell for cell in everything if "--variable-seq-lengths" not in cell.flags]
+        # The collectives of vocabulary shards on GPUs always run over NCCL.
+        if backend.name == "host" and self.has_cuda:
+            everything = [cell for cell in everything if "--zero-bubble-vocabulary-parallel" not in cell.flags]
         self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
         trainings = {}
         for cell in everything:
