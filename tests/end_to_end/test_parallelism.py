@@ -12,8 +12,10 @@ distributed optimizer. The other layouts combine the same parts, or change atten
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from tests.changes import Change
 from tests.comparison import differences, losses, tensors
 from tests.launch import TINY_GPT
-from tests.trainings import Trainings
+from tests.trainings import Trainings, run_trainings
 
 
 class Layout(NamedTuple):
@@ -178,3 +180,27 @@ def test_context_parallelism_computes_what_one_rank_computes(trainings: dict[int
 def test_the_layouts_are_really_different(trainings: dict[int, Trainings]) -> None:
     layouts = ("tp2", "dp2-distributed-optimizer", "cp2")
     assert len({trainings[4].numerics(f"base-{layout}-tied-fp32") for layout in layouts}) == len(layouts)
+
+
+OVERLAPPED = {
+    "1f1b": (),
+    "zb-2p": ("--zero-bubble-schedule", "zb-2p"),
+    "zb-v": ("--zero-bubble-schedule", "zb-v"),
+    "interleaved-zb": ("--zero-bubble-schedule", "interleaved-zb", "--num-virtual-stages-per-pipeline-rank", "2"),
+    "shards": ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-vocabulary-parallel", "on"),
+}
+
+
+@pytest.mark.exhaustive
+def test_forwards_wait_for_the_parameters_that_they_need(tmp_path: Path) -> None:
+    """`--log-numerics` gathers all parameters after every step, so that the tests above gather none during forwards."""
+    common = [*TINY_GPT, *PP2, *EXACT, "--train-iters", "6", "--log-interval", "1", SHARDED, *EMBEDDINGS["untied"]]
+    plan = {}
+    for name, flags in OVERLAPPED.items():
+        plan[name] = [*common, "--num-layers", "8", *flags]
+        plan[f"{name}, overlapped"] = [*plan[name], *OVERLAP, "--overlap-param-gather"]
+    printed = run_trainings(4, plan, tmp_path, unlogged=tuple(plan))
+    found = {name: re.findall(r"lm loss: (\S+)", text) for name, text in printed.items()}
+    for name in OVERLAPPED:
+        assert len(found[name]) == 6
+        assert found[f"{name}, overlapped"] == found[name], name
