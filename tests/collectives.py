@@ -19,7 +19,7 @@ from megatron.zero_bubble.runtime.executor import Executor
 COLLECTIVES = (
     *("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "_all_gather_base"),
     *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single"),
-    *("reduce", "gather", "scatter"),
+    *("reduce", "gather", "scatter", "all_gather_object"),
 )
 Call = tuple[tuple[int, ...], str, tuple[int, ...]]
 """(global ranks of the group, collective, elements of each tensor)."""

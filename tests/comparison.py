@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 
 def losses(folder: Path, name: str) -> dict[int, str]:
@@ -14,11 +17,21 @@ def losses(folder: Path, name: str) -> dict[int, str]:
 
 
 def tensors(folder: Path, name: str, iteration: int) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint that is a tensor: parameters, master weights, the optimizer's moments."""
-    from megatron.core import dist_checkpointing
+    """Everything in a checkpoint that is a tensor: parameters, master weights, the optimizer's moments.
 
-    state = dist_checkpointing.load_plain_tensors(str(folder / name / f"iter_{iteration:07d}"))
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    megatron-core 0.16's `load_plain_tensors` fails with torch 2.15.
+    """
+    reader = FileSystemReader(folder / name / f"iter_{iteration:07d}")
+    described = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in described.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:

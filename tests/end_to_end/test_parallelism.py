@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
 
 from tests.changes import Change
 from tests.comparison import differences, losses, tensors
@@ -135,16 +133,7 @@ def test_numerics_equal_megatron_core(
     assert of_ranks.numerics(f"{schedule}-{cell}") == of_ranks.numerics(f"base-{cell}")
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this one process, without which megatron-core reads no checkpoint."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("layout", "embeddings", "precision"),
     [cell[:3] for cell in CELLS if cell[3] == "zb-h1" and cell[0] not in NO_V],

@@ -8,11 +8,9 @@ norm is summed may differ. `make test` runs one model, `make test-all` those who
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
@@ -96,14 +94,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     file.write_text(schedule_to_json(all_forwards_first()))
     run_trainings(2, trainings_of(folder, *MODELS[request.param], file), folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """A process group of this one process, without which megatron-core reads no checkpoint."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("schedule", ["v", "zb-v"])

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch.distributed as dist
 from vocabulary_training import Training, run_job
 
 from tests.comparison import differences, tensors
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """megatron-core reads checkpoints in a job only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from threading import Lock
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.zero_bubble import Pipeline, PipelineOptions
@@ -121,3 +122,10 @@ def accumulate_pairs(model: Any, loss_fn: Any, pairs: Sequence[tuple[Any, Any]])
             loss.backward()
         losses.append(loss.detach())
     return sum(losses[1:], start=losses[0])
+
+
+def error_of(layer: torch.nn.Module, shape: tuple[int, ...]) -> str:
+    """What torch says, which differs by version, of a layer that cannot take an input of this shape."""
+    with pytest.raises(RuntimeError) as error:
+        layer(torch.ones(shape))
+    return f"RuntimeError: {error.value}"

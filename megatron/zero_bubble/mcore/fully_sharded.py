@@ -23,7 +23,12 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+_SUMS_IN_LEAVES = hasattr(FSDPParam, "unsharded_accumulated_grad")
+"""Whether FSDP2 sums unreduced gradients in `.grad` of the gathered parameters, as from torch 2.15 on. Older versions
+sum them in an attribute of each `FSDPParam`."""
 
 
 class FullyShardedChunk(TorchFullyShardedDataParallel):
@@ -67,6 +72,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._gradient_dtype = gradient_dtype
         self._is_last_microbatch = True
         self._num_ready: Counter[int] = Counter()
+        self._sums: dict[Any, torch.Tensor] = {}
+        """Parameter of FSDP2 -> sum of the gradients that W has computed since the last reduction."""
         modules: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._root, *layers = modules
         self._layers = [layer for layer in layers if _fsdp_group(layer) is not None]
@@ -139,10 +146,10 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         """
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
-        if parameter.unsharded_accumulated_grad is None:
-            parameter.unsharded_accumulated_grad = gradient.to(self._gradient_dtype)
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
         else:
-            parameter.unsharded_accumulated_grad += gradient
+            self._sums[parameter] = gradient.to(self._gradient_dtype)
         if self._is_last_microbatch or self._reduces_every_microbatch:
             self._num_ready[id(group)] += 1
             if self._num_ready[id(group)] == num_weights:
@@ -150,6 +157,13 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 self._reduce(group)
 
     def _reduce(self, group: Any) -> None:
+        for parameter in group.fsdp_params:
+            if (total := self._sums.pop(parameter, None)) is None:
+                continue
+            if _SUMS_IN_LEAVES:
+                parameter.unsharded_param.grad = total
+            else:
+                parameter.unsharded_accumulated_grad = total
         reduces, group.reduce_grads = group.reduce_grads, True
         state = group._training_state
         group.post_backward()
@@ -178,7 +192,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
                 gathered = getattr(parameter, "_unsharded_param", None)
-                gradients = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
+                sums = self._sums.get(parameter), None if _SUMS_IN_LEAVES else parameter.unsharded_accumulated_grad
+                gradients = (*sums, None if gathered is None else gathered.grad)
                 yield from (gradient for gradient in gradients if gradient is not None)
 
     def scale_gradients(self, scaling_factor: float) -> None:

@@ -61,6 +61,8 @@ class LayerWeightGrad:
         if total is None:
             return
         assert self._hook is None or weight.grad is None, "a weight's gradient was computed twice"
+        # From torch 2.15 on, FSDP2 sets the type in which a gathered weight sums its gradients.
+        total = total.to(getattr(weight, "grad_dtype", None) or total.dtype)
         weight.grad = total if weight.grad is None else weight.grad + total
         self._reduce(weight)
 

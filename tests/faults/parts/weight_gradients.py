@@ -65,12 +65,12 @@ FAULTS = (
     Fault(
         name="fully-sharded-gradient-replaced",
         file="mcore/fully_sharded.py",
-        old="""        if parameter.unsharded_accumulated_grad is None:
-            parameter.unsharded_accumulated_grad = gradient.to(self._gradient_dtype)
+        old="""        if parameter in self._sums:
+            self._sums[parameter] += gradient
         else:
-            parameter.unsharded_accumulated_grad += gradient
+            self._sums[parameter] = gradient.to(self._gradient_dtype)
 """,
-        new="""        parameter.unsharded_accumulated_grad = gradient.to(self._gradient_dtype)
+        new="""        self._sums[parameter] = gradient.to(self._gradient_dtype)
 """,
         effect="With parameters sharded by FSDP2 the weight gradients of all microbatches but the last are lost.",
     ),
