@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.model_states import States
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model, flops_of_sequence
 from tests.mistakes import one_line_mistake
 
@@ -127,7 +127,7 @@ def test_tensor_and_sequence_parallel_activations_are_as_published():
 def test_context_parallel_ranks_share_what_zero_divides(capsys):
     flags = [*SMALL, "--bf16", "--context-parallel-size", "2", "--use-distributed-optimizer"]
     split = job(*flags)
-    assert (split.args.data_parallel_size, split.replicas) == (2, 4)
+    assert (split.args.data_parallel_size, split.replicas.dense) == (2, 4)
     [parameters, _] = split.parameters(Placement("linear", 2))
     assert estimate(split, "1f1b").state_bytes[0] == parameters.dense * (6 + 12 / 4)
     assert main([*TOOL, "--schedule", "1f1b", "--", *flags]) == 0
@@ -205,12 +205,6 @@ def test_sgd_has_one_moment_or_none():
 def test_gradients_and_the_precision_aware_optimizer_are_counted_as_the_flags_say(flags, expected):
     aware = [] if "--grad-reduce-in-bf16" in flags or not flags else ["--use-precision-aware-optimizer"]
     assert States.of(arguments("--bf16", *aware, *flags), 0).bytes_a_parameter(8) == expected
-
-
-def test_experts_are_shared_by_fewer_replicas():
-    states = States(2, 2, 12, zero_stage=1)
-    held = states.of_rank(Parameters(dense=10, expert=100), replicas=4, expert_ranks=2)
-    assert held == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
 
 
 def job(*flags: str, tool: list[str] = TOOL) -> EstimatedJob:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from megatron.zero_bubble.session.model_states import States
+from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
 from tests.checked_flags import checked
 
 BF16 = {"--bf16": None, "--grad-reduce-in-bf16": None}
@@ -48,3 +50,37 @@ def test_instances_divide_among_themselves_and_all_reduce_shards():
     states = States.of(checked(flags, world_size=16))
     assert states.bytes_a_parameter(8) == 4 + 12 / 4
     assert states.sent_a_parameter(8, 1) == (2 + 2) * 3 / 4 + 2 * 2 / 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas"),
+    [
+        # (ranks, pipeline, tensor, context, experts, experts' tensor) -> ranks with the same (layers, experts)
+        ((64, 4, 1, 1, 16, None), (16, 1)),
+        ((64, 4, 4, 1, 1, 1), (4, 16)),
+        ((64, 4, 4, 1, 2, None), (4, 2)),
+        ((48, 2, 4, 2, 2, 3), (6, 4)),
+    ],
+)
+def test_experts_are_divided_among_all_ranks_of_a_stage(sizes, replicas):
+    world, pipeline, tensor, context, experts, of_experts = sizes
+    args = Namespace(
+        world_size=world,
+        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        data_parallel_size=world // (pipeline * tensor * context),
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=of_experts,
+    )
+    assert ReplicaCounts.of(args) == replicas
+
+
+def test_experts_count_with_the_ranks_that_hold_the_same_experts():
+    states = States.of(checked(BF16 | {"--use-distributed-optimizer": None}, world_size=16))
+    few, many = ReplicaCounts(8, 1), ReplicaCounts(8, 16)
+    assert states.of_rank(Parameters(10, 100), few) == 10 * (4 + 12 / 8) + 100 * 16
+    assert states.of_rank(Parameters(10, 100), many) == 10 * (4 + 12 / 8) + 100 * (4 + 12 / 16)
+    dense = 10 * states.sent_a_parameter(8, 1)
+    assert states.sent_by_rank(Parameters(10, 100), few, 1) == dense
+    assert states.sent_by_rank(Parameters(10, 100), many, 1) == dense + 100 * states.sent_a_parameter(16, 1)

@@ -16,6 +16,25 @@ class Parameters(NamedTuple):
         return Parameters(self.dense + other.dense, self.expert + other.expert)
 
 
+class ReplicaCounts(NamedTuple):
+    """Numbers of ranks that hold the same parameters."""
+
+    dense: int
+    """The data-parallel size times the context-parallel size."""
+    expert: int
+    """Number of ranks that hold the same experts. Expert- and tensor-parallel ranks of the experts divide all ranks of
+    a stage among them, independently of the tensor-parallel size of the other layers."""
+
+    @classmethod
+    def of(cls, args: Any) -> ReplicaCounts:
+        """Compute the numbers from the parallel sizes in `args`."""
+        expert_ranks = args.expert_model_parallel_size * (
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        )
+        stage_ranks = args.world_size // args.pipeline_model_parallel_size
+        return cls(args.data_parallel_size * args.context_parallel_size, max(1, stage_ranks // expert_ranks))
+
+
 def element_bytes(args: Any) -> int:
     """Bytes of one element of an activation or parameter in the data type in which the model computes."""
     return 2 if args.bf16 or args.fp16 else 4
@@ -110,10 +129,14 @@ class States:
         # The instances of a sharded optimizer all-reduce the gradient shards among each other.
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
-    def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of a rank's model states; `expert_ranks` replicas together hold one copy of the experts."""
-        expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
-        return parameters.dense * self.bytes_a_parameter(replicas) + expert
+    def of_rank(self, parameters: Parameters, replicas: ReplicaCounts) -> float:
+        """Return the bytes of a rank's model states."""
+        return sum(number * self.bytes_a_parameter(ranks) for number, ranks in zip(parameters, replicas, strict=True))
+
+    def sent_by_rank(self, parameters: Parameters, replicas: ReplicaCounts, num_microbatches: int) -> float:
+        """Return the bytes that a rank sends to its replicas in a step."""
+        each = (self.sent_a_parameter(ranks, num_microbatches) for ranks in replicas)
+        return sum(number * sent for number, sent in zip(parameters, each, strict=True))
 
 
 def _precision_aware(args: Any) -> int:

@@ -42,7 +42,7 @@ from megatron.zero_bubble.session.features import (
     gain_of_post_validation,
 )
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
 from megatron.zero_bubble.session.plans import other_numbers_line
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import report_plan, too_short_to_profile
@@ -127,15 +127,15 @@ def units_of(
         tp_group=groups[0],
         cp_group=groups[1],
     )
-    states, replicas = States.of(settings), settings.data_parallel_size * groups[1].size()
-    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    experts = parallel_state.get_expert_data_parallel_world_size()
+    states, replicas = States.of(settings), ReplicaCounts(settings.data_parallel_size * groups[1].size(), experts)
     device = torch.device(torch.cuda.current_device())
     return UnitModels(
         build=build,
         forward_step=forward_step,
         data=itertools.repeat(microbatch),
         message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
-        state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
+        state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas),
     )
 
 

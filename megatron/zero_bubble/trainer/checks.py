@@ -18,6 +18,7 @@ from megatron.zero_bubble.session.environment import check_device_found, check_d
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags
+from megatron.zero_bubble.session.model_states import ReplicaCounts
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
@@ -233,9 +234,7 @@ def _check_experts(args: Arguments, has_cuda: bool) -> None:
 def _check_replicas(args: Arguments) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
-    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    sharing = args.world_size // (args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor)
+    instances, (replicas, sharing) = args.num_distributed_optimizer_instances, ReplicaCounts.of(args)
     given = f"--num-distributed-optimizer-instances {instances}"
     if sharing % instances or replicas % instances:
         of_experts = f" and the {sharing} ranks with the same experts" if sharing != replicas else ""

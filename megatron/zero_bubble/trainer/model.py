@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 
 
 @contextmanager
-def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
+def as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
     """Turn a megatron-core error into a one-line `ValueError` with the error's message or the failed line of code."""
     try:
         yield
@@ -42,7 +42,7 @@ def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
         raise ValueError(f"megatron-core refuses this model: {reason}") from error
 
 
-@_as_users_mistake(AssertionError, ValueError)
+@as_users_mistake(AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
     """Make megatron-core's model configuration from the flags and from the trainer's own settings.
 
@@ -130,7 +130,7 @@ def build_model(
     return wrapped
 
 
-@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
+@as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
 def build_stage(
     args: Arguments,
     config: TransformerConfig,

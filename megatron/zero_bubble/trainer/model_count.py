@@ -27,6 +27,7 @@ from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.model import (
+    as_users_mistake,
     build_unit,
     fuses_activation,
     layer_kinds,
@@ -46,7 +47,13 @@ _PLAIN: dict[str, Any] = {
     "use_te_activation_func": False,
     "cross_entropy_fusion_impl": "native",
     "fp8_format": None,
+    "fp8_param_gather": False,
     "fp4_format": None,
+    "fp4_param_gather": False,
+    "moe_router_padding_for_fp8": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_enable_deepep": False,
+    "memory_efficient_layer_norm": False,
     "deterministic_mode": False,
 }
 """Values for flags that choose GPU kernels; the counts do not depend on the chosen kernels."""
@@ -181,9 +188,14 @@ def rank_tokens(args: Arguments) -> int:
 def _plain(args: Arguments) -> Arguments:
     """Return a copy of `args` for a model of local layers, whose floating-point operations can be counted."""
     backend = "local" if args.transformer_impl == "transformer_engine" else args.attention_backend
-    return replace(args, **{"attention_backend": backend, **_PLAIN})
+    # Sinkhorn's iterations depend on the router's values; they compute little.
+    balancing = (
+        {"moe_router_load_balancing_type": "none"} if "sinkhorn" in str(args.moe_router_load_balancing_type) else {}
+    )
+    return replace(args, **{"attention_backend": backend, **balancing, **_PLAIN})
 
 
+@as_users_mistake(AssertionError)
 def _count(args: Arguments, unit: Unit) -> UnitCount:
     plain, store = _plain(args), WeightGradStore()
     config = unit_config(plain, unit)

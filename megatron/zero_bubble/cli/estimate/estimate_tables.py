@@ -27,7 +27,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "parameters": sum(unit.whole for unit in job.count.units),
         "parameters_of_prediction_layers": job.count.output.further,
         "parameters_per_rank": [sum(parameters) for parameters in job.parameters(placement)],
-        "bytes_a_parameter": job.states.bytes_a_parameter(job.replicas),
+        "bytes_a_parameter": job.states.bytes_a_parameter(job.replicas.dense),
         "zero_stage": job.states.zero_stage,
         "bytes_sent_to_replicas": job.exchanged_bytes(placement),
         "num_microbatches": job.flags.most_microbatches,
@@ -79,6 +79,7 @@ def _shown(results: Results) -> Estimate:
 def _head(shown: Estimate) -> Iterator[str]:
     job, placement = shown.job, shown.schedule.placement
     states, replicas, optimizer = job.states, job.replicas, {"adam": "Adam", "sgd": "SGD"}[job.flags.optimizer]
+    experts = sum(parameters.expert for parameters in job.parameters(placement))
     counts, flops = [sum(parameters) for parameters in job.parameters(placement)], job.flops(placement)
     whole, further = sum(unit.whole for unit in job.count.units), job.count.output.further
     yield (
@@ -87,10 +88,11 @@ def _head(shown: Estimate) -> Iterator[str]:
     )
     yield (
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
-        f"{optimizer}; ZeRO stage {states.zero_stage} over {replicas} data- and "
-        f"context-parallel ranks leaves {states.bytes_a_parameter(replicas):.4g}"
+        f"{optimizer}; ZeRO stage {states.zero_stage} over {replicas.dense} data- and "
+        f"context-parallel ranks leaves {states.bytes_a_parameter(replicas.dense):.4g}"
+        + (f"; of experts over {replicas.expert}: {states.bytes_a_parameter(replicas.expert):.4g}" if experts else "")
     )
-    if replicas > 1:
+    if max(replicas) > 1:
         gradients, parameters = states.passes(job.flags.most_microbatches)
         sent = job.exchanged_bytes(placement)
         yield (

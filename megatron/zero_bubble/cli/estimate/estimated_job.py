@@ -18,11 +18,11 @@ from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.features import plans_offload
+from megatron.zero_bubble.session.features import check_shards, plans_offload
 from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
@@ -70,6 +70,7 @@ class EstimatedJob:
                 raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
             count, of_sequence = count_model(args), flops_of_sequence(args)
         training = settings.flags
+        check_shards(training, args.padded_vocab_size)
         if training.overlap_moe_expert_parallel_comm:
             refuse_unpaired(args)
         if flags.host_bandwidth is not None and not plans_offload(training):
@@ -83,9 +84,8 @@ class EstimatedJob:
         return cls(args, training, flags, States.of(args, flags.zero_stage), count, of_sequence, profile)
 
     @property
-    def replicas(self) -> int:
-        """Number of ranks that hold the same parameters: the data-parallel size times the context-parallel size."""
-        return self.args.data_parallel_size * self.args.context_parallel_size
+    def replicas(self) -> ReplicaCounts:
+        return ReplicaCounts.of(self.args)
 
     @property
     def flops_per_iteration(self) -> float:
@@ -131,14 +131,15 @@ class EstimatedJob:
 
     def bytes_of(self, parameters: Parameters) -> float:
         """Return the bytes that one rank needs for `parameters`, for their gradients and for the optimizer's states."""
-        args, tensor = self.args, self.args.tensor_model_parallel_size
-        shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
-        return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
+        return self.states.of_rank(parameters, self.replicas)
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
         """Return the bytes that each pipeline rank sends to its data-parallel replicas in an iteration."""
-        a_parameter = self.states.sent_a_parameter(self.replicas, self.flags.most_microbatches)
-        return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
+        num_microbatches = self.flags.most_microbatches
+        return [
+            self.states.sent_by_rank(parameters, self.replicas, num_microbatches)
+            for parameters in self.parameters(placement)
+        ]
 
     def flops(self, placement: Placement) -> Flops:
         """Return the FLOPs of F, B, W and R for one microbatch on one tensor-parallel rank, summed over all stages."""
@@ -150,8 +151,20 @@ class EstimatedJob:
     def costs(self) -> ModelCosts:
         """The costs of embedding, layers and output in milliseconds and bytes, from the job's profile if one is given.
 
-        The costs of F and B exclude full recomputation; R recomputes one layer at a time.
+        The costs of F and B exclude full recomputation, unless B itself recomputes; R recomputes one layer at a time.
         """
+        costs = self._costs_with_r
+        if not self._recomputes_in_backward:
+            return costs
+        return replace(costs, layers=tuple(map(_recomputing_in_backward, costs.layers)))
+
+    @cached_property
+    def _recomputes_in_backward(self) -> bool:
+        """Whether Transformer Engine's backward recomputes layers, as with fp8 and fp4, without a separate R."""
+        return self.flags.recompute_granularity == "full" and self.flags.recompute is Recompute.NONE
+
+    @cached_property
+    def _costs_with_r(self) -> ModelCosts:
         input_bytes = self.count.input_bytes
         embedding, *layers, output = map(self._unit_costs, self.count.units)
         if self.profile is not None:
@@ -198,7 +211,7 @@ class EstimatedJob:
         return costs if self.host_rate is None else with_host_link(costs, self.host_rate, self.count.input_bytes)
 
     def _counted_costs(self, placement: Placement) -> StageCosts:
-        partition, model = self.partition(placement), self.costs
+        partition, model = self.partition(placement), self._costs_with_r
         layers = zip(model.layers, self._recomputed(partition), strict=True)
         # With uniform recomputation several layers together keep one input.
         together = self.flags.layers_of_block
@@ -217,14 +230,29 @@ class EstimatedJob:
         costs = model.of_stages(partition, placement)
         times = {name: getattr(costs, name) for name in ("time_f", "time_b", "time_w")}
         costs = replace(costs, **{name: tuple(max(_SHORTEST, time) for time in each) for name, each in times.items()})
+        if self._recomputes_in_backward:
+            return costs.recomputing_in_backward()
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
         """Return for every layer whether the schedule may recompute the layer."""
-        most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
-        if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
+        kind = Recompute.FULL if self._recomputes_in_backward else self.flags.recompute
+        most = 0 if kind is Recompute.NONE else max(partition)
+        if kind is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
         return [index < most for size in partition for index in range(size)]
+
+
+def _recomputing_in_backward(layer: UnitCosts) -> UnitCosts:
+    return replace(
+        layer,
+        time_b=layer.time_b + layer.time_r,
+        memory_f=layer.memory_f - layer.memory_r,
+        memory_b=layer.memory_b + layer.memory_r,
+        time_r=0.0,
+        memory_r=0.0,
+        num_blocks=0,
+    )
 
 
 def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:

@@ -81,7 +81,7 @@ class Estimate:
     def reduction_ms(self) -> float:
         """Time in which the slowest rank computes nothing while replicas exchange gradients and sharded parameters."""
         args = self.job.args
-        if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
+        if max(self.job.replicas) == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
         return self.job.cluster.message_ms(max(self.job.exchanged_bytes(self.schedule.placement)))
 
@@ -233,6 +233,9 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
     plan, pattern = choice.plan, job.flags.pattern
     flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers, None if pattern is None else pattern.whole())
     fixed = job.with_flags({**WITHOUT_PARTITION, **flags})
+    if job.flags.zero_bubble_memory_limit is None:
+        # By default, the layout in another run is limited by the peak of 1F1B in this layout, which may not fit.
+        flags = {**flags, "zero_bubble_memory_limit": "auto"}
     return LayoutEstimate(fixed, plan.timeline, plan.states, choice=choice, layout_flags=flags)
 
 
