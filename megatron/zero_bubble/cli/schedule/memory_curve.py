@@ -60,7 +60,7 @@ def memory_curve(flags: CurveFlags) -> None:
             own = replace(flags, dial=False, **added)
             placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
             if not flags.dial or lacking_costs(own, stage_costs(own, placement)) is None:
-                points = {x: found for x in limits if (found := _at(own, name, x, takes_makespan=flags.dial))}
+                points = _points(own, name, limits, takes_makespan=flags.dial)
                 label = name if way is None else f"{name} {way}" if len(chosen) > 1 else way
                 curves.append(_Curve(label, name, way, points))
     words = _curves_as_json(flags, limits, curves) if flags.json else _curves_as_text(flags, limits, curves)
@@ -84,6 +84,20 @@ def curve_limits(flags: CurveFlags) -> list[float]:
     if steps >= 1000:
         raise ScheduleError(f"{steps + 1:.0f} limits are too many: choose a larger --step")
     return [first + i * step for i in range(int(steps) + 1)]
+
+
+def _points(
+    flags: CurveFlags, name: str, limits: Sequence[float], *, takes_makespan: bool
+) -> dict[float, ScheduleFigures]:
+    """Return limit -> figures of the best plan that was found for this limit or for a lower limit, in which it fits."""
+    points: dict[float, ScheduleFigures] = {}
+    for limit in limits:
+        found = [*points.values()][-1:]
+        if (planned := _at(flags, name, limit, takes_makespan=takes_makespan)) is not None:
+            found.append(planned)
+        if found:
+            points[limit] = min(found, key=lambda point: point.iteration_time if takes_makespan else point.lost)
+    return points
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
