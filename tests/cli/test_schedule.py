@@ -266,7 +266,16 @@ def test_draw_takes_its_format_from_the_suffix_and_its_unit_from_the_times(ok, t
 @pytest.mark.exhaustive  # ten seconds
 def test_with_more_memory_no_plan_of_a_memory_curve_is_slower(ok):
     """Planned alone, the plan for 1.25 p M_B has twice the bubble of the plan for 1 p M_B, which fits there, too."""
-    costs = ["--time-f", "18,8.2,9.7,10.9", "--time-b", "12.3,11.6,12.8,18.9", "--time-w", "7", "--recompute", "planned"]
+    costs = [
+        "--time-f",
+        "18,8.2,9.7,10.9",
+        "--time-b",
+        "12.3,11.6,12.8,18.9",
+        "--time-w",
+        "7",
+        "--recompute",
+        "planned",
+    ]
     limits = ["--from", "0.75", "--to", "1.5", "--step", "0.25"]
     words = ["memory-curve", "--pipeline-size", "4", "--num-microbatches", "9", "--schedule", "zb-v", "--json"]
     points = json.loads(ok(*words, *costs, *limits))
