@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
 from megatron.zero_bubble.session.running import costs_of_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
@@ -83,7 +83,7 @@ def test_states_are_those_of_the_built_stages(args):
         (costs.layers[0], layer),
         (costs.output, vocabulary + 2 * h),
     ):
-        assert unit.state == states.of_rank(Parameters(dense, 0), 1, 1)
+        assert unit.state == states.of_rank(Parameters(dense, 0), ReplicaCounts(1, 1))
 
 
 def test_costs_from_a_profile_have_the_states_of_the_units(args):

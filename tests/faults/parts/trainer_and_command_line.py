@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         name="estimate-exposes-the-reduction-of-fsdp",
         file="cli/estimate/schedule_estimate.py",
-        old="        if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:",
-        new="        if self.job.replicas == 1 or args.overlap_grad_reduce:",
+        old="        if max(self.job.replicas) == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:",
+        new="        if max(self.job.replicas) == 1 or args.overlap_grad_reduce:",
         effect=(
             "The estimate of a training with FSDP2 adds the time of communication that overlaps with computing, "
             "and so predicts too low a throughput."
