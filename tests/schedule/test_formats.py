@@ -166,6 +166,12 @@ def test_pytorch_reads_ours(name):
     }
 
 
+def test_waits_of_torch_2_15_are_left_out():
+    text = "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    text += "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
+    assert [str(op) for ops in schedule_from_pytorch_csv(text).ops for op in ops] == ["F0", "BW0"] * 2
+
+
 def test_an_overlapped_pair_is_two_ops():
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,,0B2\n"
     assert [str(op) for op in schedule_from_pytorch_csv(text).ops[0]] == ["F0", "F1", "F2", "&BW0", "BW1", "BW2"]

@@ -21,7 +21,8 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 
 _KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
 """(letters, whether the operation is the backward of a pair) -> kind of operation."""
-_LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
+_STARTED = {"REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
+_LEFT_OUT = {"UNSHARD", "RESHARD"} | _STARTED | {f"WAIT_{word}" for word in _STARTED}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
