@@ -10,7 +10,7 @@ from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, estima
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.schedule import Placement
 
-MODEL = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
+MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "512"]
 MODEL += ["--vocab-size", "300", "--bf16", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
 MODEL += ["--global-batch-size", "8", "--disable-bias-linear", "--use-distributed-optimizer"]
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2"]

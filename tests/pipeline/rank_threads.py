@@ -125,7 +125,7 @@ def accumulate_pairs(model: Any, loss_fn: Any, pairs: Sequence[tuple[Any, Any]])
 
 
 def error_of(layer: torch.nn.Module, shape: tuple[int, ...]) -> str:
-    """What torch says, which differs by version, of a layer that cannot take an input of this shape."""
+    """Return torch's error for a layer that cannot take an input of this shape; its text differs by version."""
     with pytest.raises(RuntimeError) as error:
         layer(torch.ones(shape))
     return f"RuntimeError: {error.value}"

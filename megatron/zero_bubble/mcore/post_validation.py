@@ -266,12 +266,16 @@ class PostValidation:
     def _gather(self) -> None:
         """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended.
 
-        A forced `start_param_sync` only waits for gathers that are in flight. These gathers may contain parameters of
-        the wrong step, so that a second call gathers the parameters again.
+        A forced `start_param_sync` only waits for a gather that is in flight, which may contain parameters of the wrong
+        step. Gathers in flight are therefore completed first.
         """
-        if self._optimizer.config.use_distributed_optimizer:
-            for chunk in (*self._chunks, *self._chunks):
-                chunk.start_param_sync(force_sync=True)
+        if not self._optimizer.config.use_distributed_optimizer:
+            return
+        for chunk in self._chunks:
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if bucket_group.param_gather_handle is not None:
+                    bucket_group.start_param_sync(force_sync=True)
+            chunk.start_param_sync(force_sync=True)
 
     def _scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)

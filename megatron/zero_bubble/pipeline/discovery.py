@@ -43,12 +43,9 @@ class StepMessages:
             self._open_headers()
 
     def _open_headers(self) -> None:
-        self._refuse_one_queue("shapes that vary")
+        self._agreement.together(lambda: refuse_one_queue(self._interconnect.device))
         self.communicator.take_headers(self._interconnect.communicator(self._placement, HOST))
         self.shapes_vary = True
-
-    def _refuse_one_queue(self, messages: str) -> None:
-        self._agreement.together(lambda: refuse_one_queue(self._interconnect.device, messages))
 
     def begin(self, load: Load, autocast: Autocast, *, trains: bool) -> None:
         """Pass the data and the message specs of a step to this rank's `LayerStage`; a collective call of all ranks.
@@ -66,7 +63,8 @@ class StepMessages:
         if key not in self._discovered:
             self._discovered[key] = self._discover()
             if any(len(spec.tensors) > 1 for spec in self._discovered[key].values()):
-                self._refuse_one_queue("messages of several tensors")
+                device = self._interconnect.device
+                self._agreement.together(lambda: refuse_one_queue(device, "messages of several tensors"))
         self._stage.expect(self._discovered[key], shapes_vary=self.shapes_vary)
         self._trained_form = described[self._interconnect.rank] if trains else None
 

@@ -98,6 +98,21 @@ class ModelCosts:
         """Costs in which W is shorter by the time that BW saves; lower bounds from these costs also hold with BW."""
         return self.with_units(replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit)) for unit in self.units)
 
+    def recomputing_in_backward(self) -> ModelCosts:
+        """Return the costs of a model whose B recomputes the activations that F drops, without a separate R."""
+        return self.with_units(
+            replace(
+                unit,
+                time_b=unit.time_b + unit.time_r,
+                memory_f=unit.memory_f - unit.memory_r,
+                memory_b=unit.memory_b + unit.memory_r,
+                time_r=0.0,
+                memory_r=0.0,
+                num_blocks=0,
+            )
+            for unit in self.units
+        )
+
     def saved_by_fusing(self, unit: UnitCosts) -> float:
         """Time by which BW of a unit is shorter than B and W together, but no more than half of the time of W."""
         share = 1 - (self.fused_backward or 1)

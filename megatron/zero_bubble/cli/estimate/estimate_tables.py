@@ -79,8 +79,8 @@ def _shown(results: Results) -> Estimate:
 def _head(shown: Estimate) -> Iterator[str]:
     job, placement = shown.job, shown.schedule.placement
     states, replicas, optimizer = job.states, job.replicas, {"adam": "Adam", "sgd": "SGD"}[job.flags.optimizer]
-    experts = sum(parameters.expert for parameters in job.parameters(placement))
-    counts, flops = [sum(parameters) for parameters in job.parameters(placement)], job.flops(placement)
+    of_ranks, flops = job.parameters(placement), job.flops(placement)
+    counts, has_experts = [sum(parameters) for parameters in of_ranks], any(own.expert for own in of_ranks)
     whole, further = sum(unit.whole for unit in job.count.units), job.count.output.further
     yield (
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
@@ -90,7 +90,11 @@ def _head(shown: Estimate) -> Iterator[str]:
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {replicas.dense} data- and "
         f"context-parallel ranks leaves {states.bytes_a_parameter(replicas.dense):.4g}"
-        + (f"; of experts over {replicas.expert}: {states.bytes_a_parameter(replicas.expert):.4g}" if experts else "")
+        + (
+            f"; of experts over {replicas.expert}: {states.bytes_a_parameter(replicas.expert):.4g}"
+            if has_experts
+            else ""
+        )
     )
     if max(replicas) > 1:
         gradients, parameters = states.passes(job.flags.most_microbatches)

@@ -68,9 +68,9 @@ class EstimatedJob:
             )
             if args.pipeline_model_parallel_size < 2:
                 raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
+            training = settings.flags
+            check_shards(training, args.padded_vocab_size)
             count, of_sequence = count_model(args), flops_of_sequence(args)
-        training = settings.flags
-        check_shards(training, args.padded_vocab_size)
         if training.overlap_moe_expert_parallel_comm:
             refuse_unpaired(args)
         if flags.host_bandwidth is not None and not plans_offload(training):
@@ -154,11 +154,9 @@ class EstimatedJob:
         The costs of F and B exclude full recomputation, unless B itself recomputes; R recomputes one layer at a time.
         """
         costs = self._costs_with_r
-        if not self._recomputes_in_backward:
-            return costs
-        return replace(costs, layers=tuple(map(_recomputing_in_backward, costs.layers)))
+        return costs.recomputing_in_backward() if self._recomputes_in_backward else costs
 
-    @cached_property
+    @property
     def _recomputes_in_backward(self) -> bool:
         """Whether Transformer Engine's backward recomputes layers, as with fp8 and fp4, without a separate R."""
         return self.flags.recompute_granularity == "full" and self.flags.recompute is Recompute.NONE
@@ -225,13 +223,13 @@ class EstimatedJob:
                 for layer, is_recomputed in layers
             ),
         )
+        if self._recomputes_in_backward:
+            model = model.recomputing_in_backward()
         if self.flags.vocabulary_parallel:
             model = model.vocabulary_parallel(placement.num_ranks)
         costs = model.of_stages(partition, placement)
         times = {name: getattr(costs, name) for name in ("time_f", "time_b", "time_w")}
         costs = replace(costs, **{name: tuple(max(_SHORTEST, time) for time in each) for name, each in times.items()})
-        if self._recomputes_in_backward:
-            return costs.recomputing_in_backward()
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
@@ -241,18 +239,6 @@ class EstimatedJob:
         if kind is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
         return [index < most for size in partition for index in range(size)]
-
-
-def _recomputing_in_backward(layer: UnitCosts) -> UnitCosts:
-    return replace(
-        layer,
-        time_b=layer.time_b + layer.time_r,
-        memory_f=layer.memory_f - layer.memory_r,
-        memory_b=layer.memory_b + layer.memory_r,
-        time_r=0.0,
-        memory_r=0.0,
-        num_blocks=0,
-    )
 
 
 def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:

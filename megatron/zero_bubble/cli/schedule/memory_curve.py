@@ -91,12 +91,13 @@ def _points(
 ) -> dict[float, ScheduleFigures]:
     """Return limit -> figures of the best plan that was found for this limit or for a lower limit, in which it fits."""
     points: dict[float, ScheduleFigures] = {}
+    best: ScheduleFigures | None = None
     for limit in limits:
-        found = [*points.values()][-1:]
-        if (planned := _at(flags, name, limit, takes_makespan=takes_makespan)) is not None:
-            found.append(planned)
-        if found:
-            points[limit] = min(found, key=lambda point: point.iteration_time if takes_makespan else point.lost)
+        planned = _at(flags, name, limit, takes_makespan=takes_makespan)
+        candidates = [point for point in (best, planned) if point is not None]
+        best = min(candidates, key=lambda point: point.iteration_time if takes_makespan else point.lost, default=None)
+        if best is not None:
+            points[limit] = best
     return points
 
 
