@@ -58,6 +58,9 @@ class CountingMeter:
         self.peak = max(self.peak, self._saved + num_bytes(self._held_by_shard()))
         return change
 
+    def close(self) -> None:
+        self._meter.close()
+
     def _held_by_shard(self) -> Iterator[torch.Tensor]:
         if self._vocabulary is not None:
             yield from self._vocabulary.held_tensors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -26,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_of_a_module() -> Iterator[None]:
-    """End the ranks that the tests of a module have started."""
+    """End the ranks that the tests of a module have started, and check that no hooks on saved tensors are left."""
     yield
     close_ranks()
+    if (torch := sys.modules.get("torch")) is not None:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

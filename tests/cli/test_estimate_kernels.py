@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
@@ -42,6 +43,7 @@ def test_kernels_do_not_change_parameters_and_operations(flags: tuple[str, ...])
 def test_a_model_that_megatron_core_refuses_while_it_computes() -> None:
     with pytest.raises(ValueError, match=r"^megatron-core refuses this model: `moe_apply_probs_on_input` only works"):
         job(*EXPERTS, "--moe-router-topk", "2", "--moe-apply-probs-on-input")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])

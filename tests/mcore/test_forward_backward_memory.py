@@ -155,6 +155,9 @@ class CountingRecorder:
     def end(self, *ops: Op) -> None:
         self.peak = max(self.peak, len({of for of, kept in self._kept if kept() is not None}))
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("job", ["full"], indirect=True)
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from toy_pipeline import BATCH, LAYERS, WIDTH, Problem, ToyStage, on_threads, ov
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
+from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.tail import reorder_tail, run_together
@@ -211,6 +213,15 @@ def test_a_message_that_never_comes_ends_the_step():
     pipeline = on_threads(lower(generate("1f1b", 2, 2)), timeout=0.05)
     with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
         pipeline.executors[1].run(pipeline.stages[1])
+
+
+def test_a_failed_step_closes_its_recorder(monkeypatch):
+    pipeline, recorder = on_threads(lower(generate("zb-h1", 1, 2))), mock.Mock(spec=OpRecorder)
+    monkeypatch.setattr(pipeline.stages[0], "forward", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        pipeline.executors[0].run(pipeline.stages[0], recorder)
+    recorder.end.assert_not_called()
+    recorder.close.assert_called_once_with()
 
 
 def test_every_kind_of_operation_has_a_handler():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -23,6 +25,13 @@ def held_by(forward) -> int:
     held = meter.end(Op(F, 0))
     del output
     return held
+
+
+def test_a_failed_operation_leaves_no_hooks():
+    """Autograd hands other objects than the saved tensors to every later backward while the meter's hooks are set."""
+    with closing(SavedTensorMeter(WeightGradStore())) as meter:
+        meter.begin(Op(F, 0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def data(requires_grad: bool = True) -> torch.Tensor:

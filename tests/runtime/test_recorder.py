@@ -53,6 +53,9 @@ class FakeMeter:
         self.calls.append((f"end {op}", self.clock.marks))
         return 7
 
+    def close(self):
+        self.calls.append(("close", self.clock.marks))
+
     inside = 2
 
 

@@ -25,7 +25,12 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import unwrap_model
 
-from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
+from megatron.zero_bubble.mcore.transformer_engine import (
+    deferred_parameters,
+    defers_by_itself,
+    placeholder_gradient,
+    put_into_store,
+)
 from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
@@ -146,6 +151,10 @@ class _SplitLinear(torch.autograd.Function):
             grad_input, grad_bias = _input_grad(ctx, grad_output)
         else:
             grad_input, grad_weight, grad_bias = _Linear.backward(ctx, grad_output)[:3]
+            if grad_weight is None and ctx.gradient_accumulation_fusion:
+                # Saved-tensor hooks have replaced the weight; megatron-core marks only DDP's parameters.
+                ctx.weight.grad_added_to_main_grad = True
+                grad_weight = placeholder_gradient(ctx.weight)
         return None, grad_input, grad_weight, grad_bias, None, None, None, None
 
 

@@ -129,6 +129,9 @@ class Executor:
             if cause is None or cause is error:
                 raise
             raise cause from error
+        finally:
+            if recorder is not None:
+                recorder.close()
         self._check_nothing_left(unused)
 
     def _run(self, stage: Stage, steps: Sequence[Step]) -> None:

@@ -70,6 +70,9 @@ class SavedTensorMeter:
         self._held[key] = held
         return change
 
+    def close(self) -> None:
+        self._hooks.close()
+
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
     """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor that autograd keeps."""
@@ -107,6 +110,9 @@ class CudaMeter:
         after = torch.cuda.memory_allocated()
         self.inside = torch.cuda.max_memory_allocated() - max(self._before, after)
         return after - self._before
+
+    def close(self) -> None:
+        pass  # nothing runs between `begin` and `end`
 
 
 def memory_meter(

@@ -113,6 +113,9 @@ class MemoryMeter(Protocol):
     def end(self, op: Op) -> int:
         """Return the change of memory since `begin`, in bytes."""
 
+    def close(self) -> None:
+        """Stop measuring; after an operation that failed, `end` is not called."""
+
     @property
     def inside(self) -> int:
         """Temporary memory of the last operation in bytes (see `MeasuredOp.inside`)."""
@@ -158,6 +161,11 @@ class OpRecorder:
                 held += self._meter.end(op)
         self._ops.append((ops, held, inside))
         self._after_op()
+
+    def close(self) -> None:
+        """Stop recording at the end of a step, also of a step in which an operation failed."""
+        if self._meter is not None:
+            self._meter.close()
 
     def timed_exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that exchanges tokens between experts, to time the function as a part of an operation."""

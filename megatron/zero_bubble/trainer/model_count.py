@@ -9,7 +9,7 @@ matrix products and the saved tensors of the GPU kernels instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -206,16 +206,17 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
     parameters = _parameters(model)
     whole, further = _whole_parameters(args, model)
     split_weight_gradients([model], store)
-    meter, operations = SavedTensorMeter(store), list[float]()
+    operations = list[float]()
     f, b, inputs = Op(OpKind.F, 0, 0), Op(OpKind.B, 0, 0), _microbatch(args, model)
-    with _counted(operations):
-        meter.begin(f)
-        output = model(**inputs)
-        after_f = meter.end(f)
-    with _counted(operations), store.deferring():
-        torch.autograd.backward(output, torch.empty_like(output))
-    store.flush(0, 0)
-    after_b = after_f + meter.end(b)
+    with closing(SavedTensorMeter(store)) as meter:
+        with _counted(operations):
+            meter.begin(f)
+            output = model(**inputs)
+            after_f = meter.end(f)
+        with _counted(operations), store.deferring():
+            torch.autograd.backward(output, torch.empty_like(output))
+        store.flush(0, 0)
+        after_b = after_f + meter.end(b)
     with _counted(operations):
         store.pop(0, 0)
     clear_losses()
