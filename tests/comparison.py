@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 def losses(folder: Path, name: str) -> dict[int, str]:
     lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     return {line["iteration"]: line["lm_loss"] for line in lines}
+
+
+def printed_losses(printed: str) -> list[str]:
+    """The losses of the log lines that a training has printed."""
+    return re.findall(r"lm loss: (\S+)", printed)
 
 
 def tensors(folder: Path, name: str, iteration: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ distributed optimizer. The other layouts combine the same parts, or change atten
 from __future__ import annotations
 
 import json
-import re
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.changes import Change
-from tests.comparison import differences, losses, tensors
+from tests.comparison import differences, losses, printed_losses, tensors
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings, run_trainings
 
@@ -189,7 +188,7 @@ def test_forwards_wait_for_the_parameters_that_they_need(tmp_path: Path) -> None
         plan[name] = [*common, "--num-layers", "8", *flags]
         plan[f"{name}, overlapped"] = [*plan[name], *OVERLAP, "--overlap-param-gather"]
     printed = run_trainings(4, plan, tmp_path, unlogged=tuple(plan))
-    found = {name: re.findall(r"lm loss: (\S+)", text) for name, text in printed.items()}
+    found = {name: printed_losses(text) for name, text in printed.items()}
     for name in OVERLAPPED:
         assert len(found[name]) == 6
         assert found[f"{name}, overlapped"] == found[name], name

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.changes import InfiniteGradient, NoStepWaits
+from tests.comparison import printed_losses
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings, run_trainings
 
@@ -180,7 +181,7 @@ def test_parameters_that_replicas_gather_during_the_validation_are_gathered_agai
     waits = flags(2, *overlapped, *shards, *ALL_CLIPPED, "--log-interval", "1")
     plan = {"waits": waits, "post": [*waits, "--zero-bubble-post-validation", NoStepWaits()]}
     printed = run_trainings(4, plan, tmp_path, unlogged=tuple(plan))
-    losses = {name: re.findall(r"lm loss: (\S+)", printed[name]) for name in plan}
+    losses = {name: printed_losses(printed[name]) for name in plan}
     assert len(losses["waits"]) == 12
     assert losses["post"] == losses["waits"]
 

@@ -50,10 +50,10 @@ def test_a_script_that_fine_tunes_does_not_continue_the_checkpoint(folder: Path)
 
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
 def test_the_files_tell_the_format(folder: Path, kind: str) -> None:
-    checkpoint = checkpoint_of(folder, ckpt_format=kind, ckpt_step=None)
-    assert checkpoint.other_format == "torch"
+    given = {"ckpt_format": kind, "ckpt_step": None}
+    assert checkpoint_of(folder, **given).other_format == "torch"
     with_shards(folder)
-    assert checkpoint.other_format is None
+    assert checkpoint_of(folder, **given).other_format is None
     (folder / "iter_0000002").mkdir()
     assert checkpoint_of(folder, ckpt_format=kind, ckpt_step=2).other_format == "torch"
 

@@ -48,7 +48,7 @@ class ScriptCheckpoint:
         """Whether the script resumes the checkpoint's training, and therefore keeps the checkpoint's layout."""
         return self.name == "load" and not getattr(self.script, "finetune", False)
 
-    @property
+    @cached_property
     def other_format(self) -> str | None:
         """The checkpoint's format; None if the checkpoint loads into every layout.
 
