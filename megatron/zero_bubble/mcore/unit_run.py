@@ -124,7 +124,7 @@ class UnitRun:
     def _run(
         self, executor: Executor, meter: MemoryMeter | None = None, after_op: Callable[[], None] = lambda: None
     ) -> list[MeasuredOp]:
-        """Run the schedule of `executor`, which has two microbatches if it contains a pair, else one microbatch."""
+        """Run the schedule of `executor`: two microbatches if the schedule contains a pair, otherwise one."""
         recorder = OpRecorder(device_clock(self._device), meter, after_op)
         stage_class = functools.partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         # DDP would reduce gradients in the last microbatch of a step, so the stage expects one more microbatch.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 Boundaries = tuple[int, ...]
-"""The first layer of every stage, followed by the number of layers."""
+"""Index of the first layer of every stage, followed by the model's number of layers."""
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:

@@ -27,7 +27,7 @@ class StageLayout:
     """The layers of every stage, and the schedule that runs the stages."""
 
     boundaries: boundaries.Boundaries
-    """The first layer of every stage, followed by the number of all layers."""
+    """Index of the first layer of every stage, followed by the model's number of layers."""
     loads: tuple[float, ...]
     """Stage -> load of the stage's layers, in the unit `unit` (layers, parameters, matching layers or seconds)."""
     unit: str

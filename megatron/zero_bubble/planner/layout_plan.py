@@ -44,8 +44,8 @@ class Plan:
     def time(self) -> float:
         """The predicted time of a step without the optimizer, in the unit of the costs.
 
-        With post-validation, ranks start iterations without waiting for each other, so that a step takes the longest
-        span of a rank. Without post-validation, a step takes the makespan.
+        With post-validation, ranks start iterations without waiting for each other, so that the time of a step is the
+        longest span of a rank. Without post-validation, the time of a step is the makespan.
         """
         return self.slowdown * self.request.time_of(self.timeline)
 

@@ -18,7 +18,8 @@ HOLDING_WEIGHT * v`; u is the `_unevenness` of the stages' work, and v is the `_
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks in `Balance.time` (see the formula at `STAGES_WEIGHT`)."""
 ALIKE = 1.005
-"""Among plans whose times differ by at most this factor (measurement errors), the most even partition is chosen."""
+"""Plans that take at most `ALIKE` times as long as the fastest plan count as equally fast, because measured costs have
+errors. Among these plans, the plan with the most even partition is chosen."""
 
 
 class Balance:

@@ -34,7 +34,7 @@ NUM_CHECKED = 24
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
     """Yield smaller numbers of microbatches whose schedules can be extended to `num_microbatches` microbatches.
 
-    No number is yielded for a schedule of at most `LONG` operations.
+    Nothing is yielded if a schedule of `num_microbatches` microbatches has at most `LONG` F, B and W.
     """
     p, is_long = placement.num_ranks, 3 * placement.num_stages * num_microbatches > LONG
     for multiple in WARMUPS if is_long else ():

@@ -44,7 +44,8 @@ class Problem:
     recompute: Recompute = Recompute.NONE
     """Which microbatches have an R (recomputation)."""
     takes_makespan: bool = False
-    """Whether an iteration takes the makespan, because the next iteration starts only after all ranks have finished."""
+    """Whether plans are compared by their makespan, even without planned recomputation. The time of an iteration is the
+    makespan if the next iteration starts only after all ranks have finished."""
     budget: int = EFFORT
     """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
     spread: float = 0.0
@@ -286,7 +287,7 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan."""
+        """A lower bound on the makespan if `takes_makespan` is set, otherwise on the longest span of a rank."""
         if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:
             return if_fused

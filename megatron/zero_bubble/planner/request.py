@@ -82,10 +82,11 @@ class PlanRequest:
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that a rank starts the next
             iteration without waiting for the other ranks.
-        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank. Published
-            bubble rates are computed from the longest span of a rank. An iteration whose optimizer step waits for all
-            ranks takes the makespan. Without post-validation interleaved placements are always compared by their
-            makespan.
+        takes_makespan: whether candidate schedules of a layout are compared by their makespan, and not by the longest
+            span of a rank. Published bubble rates are computed from the longest span of a rank. If the optimizer step
+            waits for all ranks, the time of an iteration is the makespan. Candidates with planned recomputation are
+            always compared by their makespan; without post-validation, so are candidates for interleaved placements.
+            With post-validation, `takes_makespan` has no effect.
         pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
             tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
@@ -163,7 +164,7 @@ class PlanRequest:
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether plans are compared by their makespan."""
+        """Whether candidate schedules are compared by their makespan, even without planned recomputation."""
         return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
 
     def time_of(self, timeline: Timeline) -> float:

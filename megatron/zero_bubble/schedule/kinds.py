@@ -202,7 +202,7 @@ _B = KindFacts(
     colour="#e69f00",
     pytorch="I",
 )
-"""Properties shared by B alone and B in a pair."""
+"""Properties that B has both as a separate operation and in a pair."""
 _BW = replace(
     _B,
     makes=(OpKind.B, OpKind.W),
@@ -212,7 +212,7 @@ _BW = replace(
     colour="#cc79a7",
     pytorch="B",
 )
-"""Properties shared by BW alone and BW in a pair."""
+"""Properties that BW has both as a separate operation and in a pair."""
 
 _ROWS: dict[OpKind, KindFacts] = {
     OpKind.F: KindFacts(

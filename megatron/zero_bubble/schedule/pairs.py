@@ -3,8 +3,8 @@
 A pair alternates between layers of the forward and layers of the backward. Either the forward or the backward of the
 pair computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the
 backward of a pair belong to different microbatches or stages. A pair starts when the inputs of both operations are
-ready, and the results of both operations are ready when the pair ends. In a timeline the backward of a pair has the
-time of the pair, and the forward takes no time.
+ready, and the results of both operations are ready when the pair ends. In a timeline, the backward of a pair lasts as
+long as the whole pair, and the forward takes no time.
 """
 
 from __future__ import annotations
