@@ -116,6 +116,9 @@ class Rank:
     def end(self, *ops: Op) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     @contextmanager
     def timed_within(self, kind: OpKind) -> Iterator[None]:
         before, self._kind = self._kind, kind
