@@ -1,13 +1,13 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
-- `enable` adds zero bubble to a training script of Megatron-LM, as `python -m megatron.zero_bubble` does; `disable`
-  removes it.
+- `enable` adds zero bubble to a training script of Megatron-LM, as `python -m megatron.zero_bubble` does, and
+  `disable` removes zero bubble again.
 - `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
   Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` add zero bubble to a training loop of
   your own. `shard_vocabulary` spreads the vocabulary over all ranks. `LookAhead` plans each step from the lengths of
   the step's microbatches.
-- `megatron.zero_bubble.planner` plans schedules; `megatron.zero_bubble.schedule` simulates, validates and draws
+- `megatron.zero_bubble.planner` plans schedules, and `megatron.zero_bubble.schedule` simulates, validates and draws
   schedules; neither package needs torch.
 """
 

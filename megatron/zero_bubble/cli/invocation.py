@@ -148,7 +148,7 @@ def numbers(
 
 
 def one_number(**bounds: float) -> Callable[[str], float]:
-    """Return a function that parses a single number and checks `bounds`, which are keyword arguments of `numbers`."""
+    """Return a function that parses one number and checks it against `bounds`, the keyword arguments of `numbers`."""
 
     def parse(word: str) -> float:
         value, *more = numbers(**bounds)(word)

@@ -107,7 +107,7 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
-    """Return the flags that the keywords of `enable` stand for.
+    """Return the flags that correspond to the keyword arguments of `enable`.
 
     Raises:
         SessionError: a keyword names no flag, or the flags contradict each other.

@@ -239,7 +239,7 @@ class ScriptHooks:
 
 
 def _script_arguments() -> Namespace | None:
-    """Return the arguments of Megatron-LM's trainer; None if another training loop runs."""
+    """Return the arguments of Megatron-LM's trainer; None if another training loop runs or no arguments exist yet."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args

@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 
 class Call:
-    """One call of a hooked function. A hook reads and changes the call's arguments by name, then calls `proceed`."""
+    """One call of a hooked function. A hook reads and changes the call's arguments by name, and may call `proceed`."""
 
     def __init__(self, original: Function, bound: inspect.BoundArguments) -> None:
         self._original = original

@@ -28,8 +28,8 @@ class Launch:
         flags: the launcher's flags; if the flags ask for no schedule, no hook of a schedule is installed.
 
     Raises:
-        SessionError: megatron-core is missing or not supported; a hooked function is missing or lacks a parameter; or
-            there is no CUDA device.
+        SessionError: megatron-core is missing or not supported; a hooked function is missing or lacks a parameter; or a
+            schedule needs a CUDA device, and torch finds none.
     """
 
     enabled: ClassVar[Launch | None] = None

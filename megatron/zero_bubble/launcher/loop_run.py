@@ -65,7 +65,7 @@ class LoopRun:
 
     @property
     def sessions(self) -> list[Session]:
-        """The sessions of all models that the training loop trains."""
+        """The sessions of all models that the training loop builds."""
         return [model.session for model in self._models]
 
     def build_chunk(self, call: Call) -> None:

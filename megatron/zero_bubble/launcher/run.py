@@ -192,7 +192,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Take the optimizer step unless the schedule has taken it; then average the replicas if an average is due."""
+        """Take the optimizer step unless the schedule has taken it; then, if due, average the replicas' parameters."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

@@ -33,7 +33,7 @@ class ScriptCheckpoint:
 
     @classmethod
     def of(cls, script: Namespace) -> ScriptCheckpoint | None:
-        """Return the checkpoint that a script with the arguments `script` loads; None if it loads no checkpoint."""
+        """Return the checkpoint that the script arguments `script` name; None if the script loads no checkpoint."""
         for name in ("load", "pretrained_checkpoint"):
             folder = getattr(script, name, None)
             if folder and Path(folder, _TRACKER).is_file():
@@ -65,7 +65,7 @@ class ScriptCheckpoint:
 
     @cached_property
     def arguments(self) -> Namespace | None:
-        """The arguments in the checkpoint; None if it contains no arguments. The first access is a collective call.
+        """The checkpoint's arguments; None if the checkpoint has no arguments. The first access is a collective call.
 
         To get the arguments of a checkpoint of format torch, Megatron-LM reads a rank's whole file.
         """

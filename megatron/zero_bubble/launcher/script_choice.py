@@ -48,8 +48,8 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
     layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets two of the script's arguments
     before `validate_args` runs. The hook sets the layout to the most even layout, and the number of model chunks to
-    None. If zero bubble chooses the layout, the hook gives the layout and the number of model chunks their previous
-    values after `validate_args`.
+    None. If zero bubble chooses the layout, the hook restores the previous layout and number of model chunks after
+    `validate_args`.
     """
     script = call["args"]
     with users_mistakes():
@@ -93,7 +93,7 @@ def settle_layout(
     model needs that layout, or if the model's costs cannot be measured.
 
     Args:
-        checkpoint: the checkpoint that the script loads; None if it loads no checkpoint.
+        checkpoint: the checkpoint that the script loads; None if the script loads no checkpoint.
 
     Returns:
         Whether a layout was chosen or restored; False if Megatron's layout is kept.
@@ -138,7 +138,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
-    """Change settings so that `setup_model_and_optimizer` builds the stages of the layout of `job`."""
+    """Change settings so that `setup_model_and_optimizer` builds the stages of `job`'s layout."""
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))

@@ -35,7 +35,7 @@ class ScriptStages:
         self._pattern = pattern if pattern is not None and pattern.is_divided else None
         self.is_v = placement.kind == "v"
         self._running: int | None = None
-        """The stage of a V-shaped placement whose forward step runs now; None outside of forward steps."""
+        """In a V placement, the index of the stage whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
         """In a V placement, pass `initialize_model_parallel` a function that returns an embedding group's ranks."""

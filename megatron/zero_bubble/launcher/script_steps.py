@@ -155,8 +155,8 @@ class ScriptReplicas:
         """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch, a dictionary from the name of each loss to the loss's sum and number of tokens;
-                empty on a rank without the last stage.
+            losses: for each microbatch, a dictionary from the name of each loss to its mean, or to its sum and
+                number of tokens; empty on a rank without the last stage.
         """
         if not losses:
             return losses

@@ -67,7 +67,7 @@ class ScriptUnits:
         self._unit: Unit | None = None
         self._store = WeightGradStore()
         self.is_building = False
-        """Whether the script builds a unit (to measure its costs) instead of its own model."""
+        """Whether the script builds a unit, whose costs are measured, instead of the script's own model."""
         self.shapes_vary = False
         """Whether `variable_seq_lengths` is set in the model's configuration; known after `measure`."""
 

@@ -2,9 +2,9 @@
 
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and the block's
 backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`. During F, `split_checkpoints`
-replaces `CheckpointFunction`. A block then either keeps its activations, or drops its activations and puts a function
-for its recomputation into the `RecomputationStore`. The backward of a block that dropped its activations uses the
-autograd graph that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
+replaces `CheckpointFunction`. Each block either keeps its activations, or drops its activations and puts a function for
+its recomputation into the `RecomputationStore`. The backward of a block that dropped its activations uses the autograd
+graph that the recomputation has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
 Activation checkpoints inside a block, and Transformer Engine's activation checkpoints (fp8 and fp4), are not replaced.
 """
@@ -41,8 +41,9 @@ def checkpoint_every_layer(config: Any) -> None:
 def shorter_last_blocks() -> AbstractContextManager[None]:
     """Let megatron-core 0.16 recompute a stage's last block even if it is shorter than `recompute_num_layers`.
 
-    For a shorter last block, megatron-core 0.16 also calls `_get_layer` with indices beyond the last layer of the
-    stage. For these indices, the replacement of `_get_layer` returns a layer that computes the identity.
+    If the last block has fewer than `recompute_num_layers` layers, megatron-core 0.16 also calls `_get_layer` with
+    indices beyond the last layer of the stage. For these indices, the replacement of `_get_layer` returns a layer that
+    computes the identity.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -91,7 +92,7 @@ def _run_block(
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """Runs a block's forward without keeping activations; R or B recomputes them for the block's backward."""
+    """Runs a block's forward without keeping activations, which R or B recomputes for the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:

@@ -33,8 +33,9 @@ class Connections:
 
     Args:
         communicator: the class of the channels.
-        timeout: time limit for one message or collective, by default megatron-core's time limit.
-        report: function that gets the channels' `ChannelMemory`, once the channels are open.
+        timeout: time limit for one message or collective, by default 10 minutes, as in Megatron-LM.
+        report: function that is called on every rank of a job on GPUs, once the channels are open, with the
+            `ChannelMemory` of the rank that has the most channels.
     """
 
     communicator: type[TorchCommunicator] = TorchCommunicator
@@ -94,8 +95,8 @@ class Connections:
 
         Returns:
             The first value maps stage `s` to the time of a message between the stages `s` and `s + 1`, if this rank has
-            one of these two stages. The second value is the time of a collective between vocabulary shards, or 0 if the
-            model has no vocabulary shards.
+            exactly one of these two stages. The second value is the time of a collective between vocabulary shards, or
+            0 if the model has no vocabulary shards.
         """
         assert self._channels is not None
         edges, vocabulary = measure_edges(self._channels, placement, rank, message), self._vocabulary

@@ -201,7 +201,7 @@ _OPERATORS.impl("work", lambda like, flops: like.new_empty(0), "CompositeExplici
 
 @register_flop_formula(torch.ops.zero_bubble.work)
 def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
-    """Let torch's FLOP counter include the operations of kernels that correspond to no operator of torch."""
+    """Let torch's FLOP counter include the arithmetic operations of kernels that are not operators of torch."""
     return flops
 
 
@@ -235,7 +235,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the fused kernel of `mamba_ssm`; Megatron-LM's estimate gives the number of operations."""
+    """Stand in for the fused kernel of `mamba_ssm`, with the number of operations that Megatron-LM estimates."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
@@ -248,7 +248,7 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`; Megatron-LM's estimate gives the number of operations."""
+    """Stand in for the gated delta rule of `fla`, with the number of operations that Megatron-LM estimates."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
     kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens

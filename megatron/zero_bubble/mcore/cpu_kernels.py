@@ -116,7 +116,7 @@ def convolve_and_scan(
     Args:
         zxbcdt: [batch, length, features], with z, x, b, c and dt in this order.
         conv1d_weight: [features of x, b and c, width].
-        D: [heads], or [heads, size] without `headdim`.
+        D: [heads] or [heads, size]; must be [heads, size] if `headdim` is None.
 
     Returns:
         [batch, length, heads x size].

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
-"""Whether hybrid models, whose layers a pattern describes, support recomputation; True from megatron-core 0.18 on."""
+"""Whether hybrid models support recomputation, as they do from megatron-core 0.18 on."""
 _STACK, _ALLOCATION, _MODEL = (
     ("models.hybrid.hybrid_block", "models.hybrid.hybrid_layer_allocation", "models.hybrid.hybrid_model")
     if HYBRID_RECOMPUTES
@@ -23,7 +23,7 @@ _HYBRID_NAME = "HybridModel" if HYBRID_RECOMPUTES else "MambaModel"
 HYBRID: Any = getattr(importlib.import_module(f"megatron.core.{_MODEL}"), _HYBRID_NAME)
 """The class of hybrid models, whose layers a pattern describes; its name is `MambaModel` before megatron-core 0.18."""
 HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
-"""Whether hybrid models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
+"""Whether hybrid models accept layer patterns in which `|` separates stages, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
 """Model classes with the modules `embedding`, `decoder.layers` and `output_layer`, on the stages that need them."""

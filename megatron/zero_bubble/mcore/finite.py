@@ -1,10 +1,9 @@
 """Ends the training when a loss, gradient or weight is not finite, and names the first non-finite value.
 
 megatron-core's own check of gradients waits for the device twice for each gradient bucket. In a training step,
-`FiniteCheck` reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces
-the norm of all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If
-the norm of all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite
-value.
+`FiniteCheck` reads only the norm of all gradients from the device as long as this norm is finite. The optimizer
+computes the norm of all gradients before its step, and the norm is finite only if every gradient is finite. If the norm
+is not finite, all ranks that share the norm notice in the same step, and together look for the first non-finite value.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
     """Leave a finite `loss` and its gradient bitwise unchanged, and make the gradient of a non-finite `loss` NaN.
 
-    The gradient of an infinite loss may be finite. A NaN gradient makes the norm of all gradients NaN on all ranks.
+    The gradient of an infinite loss may be finite. A NaN gradient makes the norm of all gradients NaN on all ranks that
+    share the norm.
     """
     return loss * (1 + 0 * loss.detach())
 
@@ -48,14 +48,14 @@ class _Finding:
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""
     position: tuple[int, int]
-    """Place of the value in the order in which values are computed."""
+    """Sort key among the values of one kind: a value that is computed or used earlier has a smaller key."""
     rank: int
     what: str
 
 
 @dataclass(eq=False)
 class FiniteCheck:
-    """Checks losses, gradients and weights, and raises an error on all ranks if any value is not finite.
+    """Checks losses, gradients and weights; if a value is not finite, all ranks that check together raise an error.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
@@ -82,7 +82,7 @@ class FiniteCheck:
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Keep the norms of gradients that the replicas have not reduced yet, without waiting for the device."""
+        """Keep the norm of each bucket's gradients before the replicas reduce them, without waiting for the device."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -153,7 +153,7 @@ class FiniteCheck:
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
-        """Yield (position, name, parameter) for this rank's parameters in model order; layer numbers begin at 0."""
+        """Yield (position, name, parameter) for this rank's parameters in model order; names count layers from 0."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stages = {self.placement.stage_of(rank, chunk): module for chunk, module in enumerate(self.chunks)}
         for stage, chunk in sorted(stages.items()):

@@ -74,8 +74,8 @@ class MegatronStage:
         num_tokens: sum of the token counts that the loss function returned.
         finalizes: whether to reduce the gradients of this rank at the end of the step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
-        num_early_forwards: number of forwards that all ranks together run before the previous iteration's optimizer
-            step is validated.
+        num_early_forwards: number of operations such as F and R, over all ranks, that run before the previous
+            iteration's optimizer step is validated.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
@@ -162,8 +162,8 @@ class MegatronStage:
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
         """Return the forward step of a microbatch on one of this rank's chunks.
 
-        The forward step is the user's forward step, unless the model has vocabulary shards: then a `VocabularyStep`
-        replaces the user's forward step on the first and on the last stage.
+        The forward step is the user's forward step, except on the first and the last stage of a model with vocabulary
+        shards, where the `VocabularyStep` wraps the user's forward step.
         """
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
@@ -234,7 +234,7 @@ class MegatronStage:
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss on the last stage, or the output on other stages, and the number of tokens."""
+        """Return a pair: the loss on the last stage or `output` on any other stage, and the number of tokens."""
         return mcore.forward_step_calc_loss(
             self.call.chunks[chunk],
             output,

@@ -3,9 +3,9 @@
 This module uses torch's FSDP2 in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients at the end of this backward. In a zero-bubble schedule, W computes the
 gradients of weights later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer
-accumulates the layer's gradients without reducing them. The gradients of a layer are reduced explicitly after the
-layer's last W of a step, similar to torch's pipelines, which reduce gradients after the last backward. The reduced
-gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
+accumulates the layer's gradients without reducing them. This module reduces the gradients of a layer after the layer's
+last W of a step, or of every microbatch, similar to torch's pipelines, which reduce gradients after the last backward.
+The reduced gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 _SUMS_IN_LEAVES = hasattr(FSDPParam, "unsharded_accumulated_grad")
-"""Whether FSDP2 sums unreduced gradients in `.grad` of the gathered parameters, as from torch 2.15 on. Older versions
-sum them in an attribute of each `FSDPParam`."""
+"""Whether FSDP2 sums unreduced gradients in `.grad` of the gathered parameters, as it does from torch 2.15 on. Older
+versions of FSDP2 sum unreduced gradients in an attribute of each `FSDPParam`."""
 
 
 class FullyShardedChunk(TorchFullyShardedDataParallel):
     """A model chunk that is sharded over replicas; each replica gathers a layer's parameters for F and for B.
 
-    `split_weight_gradients` must have been called on `module` before.
+    Call `split_weight_gradients` on `module` before the `FullyShardedChunk` is created.
 
     Args:
         module: the chunk with all its parameters, already on its device.
@@ -73,7 +73,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._is_last_microbatch = True
         self._num_ready: Counter[int] = Counter()
         self._sums: dict[Any, torch.Tensor] = {}
-        """Parameter of FSDP2 -> sum of the gradients that W has computed since the last reduction."""
+        """`FSDPParam` -> sum of the gradients that W has computed since the parameter's last reduction."""
         modules: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._root, *layers = modules
         self._layers = [layer for layer in layers if _fsdp_group(layer) is not None]
@@ -106,10 +106,10 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Let FSDP2 start gathering the next layer's parameters before each layer's own computation.
+        """Let FSDP2 gather the parameters of the layer that runs next while the current layer computes.
 
-        By default, FSDP2 gathers layers in the order of the latest forwards, but in a pipeline the latest forwards may
-        belong to other microbatches.
+        By default, FSDP2's backward gathers layers in the reverse order of the latest forwards, but in a pipeline the
+        latest forwards may belong to other microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):
@@ -142,7 +142,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
         """Accumulate the gradient that W has computed for one weight.
 
-        In a microbatch that reduces gradients, the last W of a layer also reduces the layer's gradients.
+        If gradients are reduced after this microbatch, the W of the layer's last weight also reduces the layer's
+        gradients.
         """
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None

@@ -2,8 +2,9 @@
 
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
-`stack_spec` contains every layer of `LOCAL_LAYERS` that the installed megatron-core has, and multi-token prediction. On
-a CPU, `cpu.py` replaces the kernels of Mamba and of gated delta nets, and the norm after the last layer.
+`stack_spec` contains every kind of layer in `LOCAL_LAYERS`, and multi-token prediction, as far as the installed
+megatron-core has them. On a CPU, `cpu.py` replaces the kernels of Mamba and of gated delta nets, and the norm after the
+last layer.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def block_spec(
 def multi_token_spec(
     config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, *, is_last_stage: bool
 ) -> Any | None:
-    """Return the spec of the multi-token prediction layers; None if the stage has no such layers.
+    """Return the spec of the multi-token prediction layers; None for a stage without multi-token prediction.
 
     Each multi-token prediction layer contains a transformer layer with the spec `layer`.
 

@@ -37,8 +37,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 _Linear = layers.LinearWithGradAccumulationAndAsyncCommunication
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments that the forward of megatron-core's linear autograd function takes up to 0.18. Later versions of
-megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
+"""Number of arguments that the forward of megatron-core's linear autograd function has up to version 0.18. Later
+versions of megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[: len(inspect.signature(_Linear.forward).parameters) - _NUM_ARGUMENTS]
 
 
@@ -74,7 +74,7 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
 
     With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
     embedding, and the output layer's own weight is unused. Autograd sums the gradients of all uses of the embedding's
-    weight in B, so the backward of a tied output layer is not split into B and W.
+    weight in B, so the backward of an output layer that uses this weight is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -206,12 +206,12 @@ class Gradients:
             not a matrix product that could be deferred.
         vectors: number of parameters in biases and norms, whose gradients are sums and not matrix products.
         unsplit: the parameters that are not counted in `in_w`, `embeddings` or `vectors`. B computes the gradients of
-            these parameters, by matrix products or in unknown ways. For each module with such parameters, `unsplit` has
-            a pair of the module's `name (Class)` and the number of these parameters. In a module's name, `*` stands for
-            the number of a layer or expert.
+            the parameters in `unsplit`, by matrix products or in unknown ways. Each element of `unsplit` is a pair: a
+            module's `name (Class)`, and the number of the module's parameters that count as unsplit. In a module's
+            name, `*` stands for the number of a layer or expert.
         missed: names of the modules in `unsplit` that could defer W but do not. A module could defer W if the module is
-            a linear layer, or has `backward_dw()` and no submodules. A module with submodules, such as an MLP, only
-            calls `backward_dw()` of its submodules.
+            a linear layer, or has `backward_dw()` and no submodules. The `backward_dw()` of a module with submodules,
+            such as an MLP, only calls the `backward_dw()` of the submodules.
     """
 
     total: int

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from the data iterators of model chunks (None for a chunk without data)."""
+    """The microbatches of a step, read from the chunks' data iterators; None stands for a chunk without data."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
@@ -138,8 +138,8 @@ class StepPlans:
         observer: the observer of the run's steps.
         planning: options of profiling and planning; None if the run is not profiled.
         timeout: time limit for a message about a plan.
-        reorders: whether microbatches may run in an order other than the order of the data; None allows another order
-            only if the model's configuration sets `variable_seq_lengths`.
+        reorders: whether microbatches may run in an order other than the order of the data; None allows reordering only
+            if the model's configuration sets `variable_seq_lengths`.
         interlocks: whether ranks begin an iteration while other ranks still run the previous iteration, as
             post-validation allows.
     """
@@ -184,7 +184,7 @@ class StepPlans:
         return self._planner
 
     def after_step(self, step: int) -> None:
-        """After the last measured step, fit costs as functions of the microbatch size; a collective call of the job."""
+        """If `step` ends a series of measured steps, fit costs as functions of microbatch size; a collective call."""
         if self._planner is not None:
             self._planner.after_step(step, self._usual_costs)
 
@@ -193,7 +193,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps planned since the last call; None if `decide` has planned no step."""
+        """Return the predicted times of the steps planned since the last call; None if `decide` has not run."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

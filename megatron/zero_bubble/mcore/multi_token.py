@@ -17,8 +17,8 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
     """Return the last iteration's losses of multi-token prediction, and reset their sums; () except on the last stage.
 
     There is one loss for each further predicted token. Each loss is a mean over the microbatches and over the ranks of
-    `group`. With the data-parallel and context-parallel ranks as `group`, Megatron-LM logs the same losses.
-    `take_losses` is a collective call of `group`'s ranks on the last stage.
+    `group`. If `group` consists of the data-parallel and context-parallel ranks, the losses equal the losses that
+    Megatron-LM logs. `take_losses` is a collective call of `group`'s ranks on the last stage.
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
@@ -34,7 +34,7 @@ def tracked_sums() -> dict[str, torch.Tensor]:
     """Return a dictionary of megatron-core's sums for multi-token prediction; {} except on the last stage.
 
     In an iteration, megatron-core sums the losses of multi-token prediction over microbatches. From 0.19 on,
-    megatron-core also sums the number of correct predictions, and the number of all predictions.
+    megatron-core also counts the correct predictions, and all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}

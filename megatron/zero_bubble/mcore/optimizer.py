@@ -61,7 +61,7 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
 
     With allocated states, a checkpoint holds the same tensors before and after the first step. Without allocated
     states, a checkpoint from before the first step could not be loaded. With a loss scale, the first steps of a run are
-    often skipped, so that the first checkpoint of a run may precede the first step.
+    often skipped, so that a checkpoint may be saved before the optimizer has taken any step.
 
     In a stage without experts, for example, the optimizer of the experts has no parameters. An optimizer without
     parameters also gets an entry with the number of steps, because rank 0 saves the number of steps for all ranks.
@@ -187,7 +187,7 @@ def squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
 
 
 def norm_of_all(squared_norms: Sequence[torch.Tensor]) -> Norm:
-    """Return the norm of all gradients, given the reduced squared norm of each group in `norm_groups`."""
+    """Return the norm of all gradients, given the reduced squared norm of each entry of `norm_groups()`."""
     norms = [_root(each) for each in squared_norms]
     return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 

@@ -75,7 +75,7 @@ class PairedStage(MegatronStage):
     """A stage that runs forwards and backwards with megatron-core's schedule plans, singly or in pairs."""
 
     recorder: OpRecorder | None = None
-    """Times the exchanges of tokens between experts; None if operations are not recorded."""
+    """Recorder that times the exchanges of tokens between experts; None if operations are not recorded."""
     _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
     """(chunk, microbatch) -> the schedule plan of the microbatch's forward, kept for the microbatch's backward."""
 

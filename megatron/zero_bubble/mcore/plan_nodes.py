@@ -1,7 +1,7 @@
 """Completes megatron-core's schedule plans so that a plan computes the same results as the model's forward.
 
 A schedule plan of megatron-core calls the parts of a layer and not the layer itself, so that hooks of the layer do not
-run. Under sequence parallelism, a schedule plan of megatron-core does not give layers the random state in which each
+run. Under sequence parallelism, a schedule plan of megatron-core does not give layers the random state from which each
 tensor-parallel rank draws its own dropout. If the last layer is dense, a schedule plan of megatron-core leaves out the
 norm after the last layer.
 """
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Make a forward's schedule plan compute the results of the model's forward, and run the model's forward pre-hooks.
+    """Run the model's forward pre-hooks, and make a forward's schedule plan compute the results of the model's forward.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -66,7 +66,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace a `ScheduleNode`'s forward by `around`, which gets the original forward; leave other nodes unchanged."""
+    """Replace a `ScheduleNode`'s forward by `around`, which gets the original forward; skip nodes of other classes."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

@@ -29,7 +29,7 @@ from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Rollback, settings_of, with_settings
 
 _SCHEDULED = ("lr", "weight_decay")
-"""The settings of parameter groups that a scheduler changes from step to step."""
+"""The settings that a scheduler changes from step to step in every parameter group."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepOutcome:
     was_amended: bool = False
     """Whether forwards of the next iteration have used parameters or a loss scale that are no longer valid."""
     num_redone_forwards: int = 0
-    """Number of forwards that are run again after a wrong step, on all ranks of a pipeline together."""
+    """Number of operations such as F and R, over all ranks of a pipeline, that run again after a wrong step."""
     has_waited: bool = False
     """Whether the optimizer step waited for its validation, because too many of the previous steps were wrong."""
 
@@ -139,8 +139,8 @@ class PostValidation:
         """Wait for the reductions of gradient norm and Inf flags, and amend the last optimizer step if it was wrong.
 
         Args:
-            num_early_forwards: number of forwards that the ranks of a pipeline have run since the step, and must run
-                again if the step was wrong.
+            num_early_forwards: number of operations such as F and R, over all ranks of a pipeline, that have run since
+                the step, and must run again if the step was wrong.
 
         Returns:
             Whether the step was wrong on any rank; every rank gets the same answer.
@@ -267,7 +267,7 @@ class PostValidation:
         """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended.
 
         A forced `start_param_sync` only waits for a gather that is in flight, which may contain parameters of the wrong
-        step. Gathers in flight are therefore completed first.
+        step. Gathers in flight are therefore completed before new gathers start.
         """
         if not self._optimizer.config.use_distributed_optimizer:
             return

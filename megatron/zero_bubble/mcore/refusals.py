@@ -24,7 +24,7 @@ def refuse_with_schedule(settings: object, schedule: str) -> None:
         schedule: the flag by which the user asked for a schedule; the error message names this flag.
 
     Raises:
-        ValueError: an argument is unsupported; the message names the argument, the reason and an alternative.
+        ValueError: an argument is unsupported; the message names the argument, the reason and any alternative.
     """
     for name, value, row in unsupported(settings):
         raise ValueError(f"{_given(name, value)} does not work with {schedule}: {_explained(row)}")
@@ -34,7 +34,8 @@ def refuse_with_features(settings: object, features: Collection[Feature]) -> Non
     """Refuse the arguments that a feature in use does not support.
 
     Raises:
-        ValueError: a feature does not support an argument; the message has the argument, the reason and an alternative.
+        ValueError: a feature does not support an argument; the message has the argument, the reason and any
+            alternative.
     """
     for feature in features:
         for name, value, row in unsupported(settings, feature):

@@ -28,7 +28,7 @@ class Condition(NamedTuple):
     holds: Callable[[Any, Any], bool]
     words: str = ""
     """The condition in words: the refused values, or the other settings that cause the refusal. Empty if every value
-    that switches the setting on is refused."""
+    that switches the setting on is refused, or if `Refusal.instead` describes the allowed values."""
 
 
 def _is_on(value: Any, settings: object) -> bool:
@@ -79,8 +79,7 @@ class Refusal:
     Attributes:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
         reason: why the settings are refused, as the text after the colon of the error message.
-        instead: the remedy, as the text after the semicolon of the error message; empty if no other value of the
-            settings works.
+        instead: the remedy, as the text after the semicolon of the error message; empty if the message names no remedy.
         when: the condition under which the settings are refused; this condition may depend on the setting's value and
             on other settings.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.

@@ -50,7 +50,7 @@ class Contender:
 
     Attributes:
         schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
-        costs: the costs of the stages; the places of receives in the schedule depend on these costs.
+        costs: the costs of the stages, which determine where the schedule posts its receives.
         layout: the layout of the stages.
         interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
     """
@@ -79,8 +79,8 @@ def rehearse(
         models: builds the units of the model.
         kinds: for each layer of the model, the number of the layer's kind, as in `Unit.layer`.
         connect: function that makes the connections of one schedule.
-        seconds: approximate upper limit of the time of all steps; every schedule is measured at least three times, even
-            if that takes longer.
+        seconds: approximate time limit for all steps; every schedule is measured at least three times, even if that
+            takes longer.
 
     Returns:
         One number for each element of `contenders`: the milliseconds of a step on the slowest rank, computed from

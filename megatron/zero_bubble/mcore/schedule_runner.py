@@ -51,13 +51,13 @@ class ForwardBackward:
     kept for later steps. The process groups of the channels are created when the first step or evaluation begins.
 
     Args:
-        connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.
+        connections: the channels between ranks; by default over torch.distributed, with a timeout of 10 minutes.
         planning: options for profiling the run and planning again from measured costs; None keeps the plan.
         report: function that is called on every rank with each decision of the planner during the run.
         post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
         orders_microbatches: whether microbatches of different sizes run in an order that is planned for their sizes
-            (see `StepPlanner`); by default, whether the model's configuration sets `variable_seq_lengths`.
+            (see `StepPlanner`); by default, only if the model's configuration sets `variable_seq_lengths`.
 
     Attributes:
         warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): true before
@@ -165,7 +165,7 @@ class ForwardBackward:
             arguments: the fields of `StepCall`, which are the arguments of megatron-core's forward-backward functions.
 
         Returns:
-            The results of the loss function for each microbatch on the rank of the last stage; [] on other ranks.
+            On the rank of the last stage, the result of the loss function for each microbatch; [] on other ranks.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -197,8 +197,8 @@ class ForwardBackward:
     def _prepare(self, call: StepCall) -> None:
         """Prepare one call of the forward-backward function.
 
-        If necessary, the last optimizer step is validated, the next plan is adopted, and this rank's connections are
-        opened.
+        If necessary, `_prepare` validates the last optimizer step, adopts the next plan, and opens the collectives of
+        vocabulary shards.
         """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
@@ -253,7 +253,7 @@ class ForwardBackward:
             self._post_validation.validate()
 
     def close(self) -> None:
-        """Close the channels, before the job's process groups are destroyed."""
+        """Close the connections and end the planning process, before the job's process groups are destroyed."""
         self._step_plans.close()
         self._connections.close()
         self._running.drop_executors()

@@ -3,8 +3,9 @@
 If torch's FSDP2 shards a model, megatron-core saves each replica's rows of a parameter as a part of the whole
 parameter, under the name that the parameter has without sharding. A job with any number of replicas, with or without
 sharding, can load the checkpoint of a sharded model. This module corrects three steps of saving and loading with FSDP2:
-the matching of the optimizer's state to the parameters, the places of rows of gated layers, and the conversion of
-loaded tensors to shards. With the distributed optimizer, it corrects the places of parameters in the gathered state.
+the matching of the optimizer's state to the parameters, the positions of the rows of gated layers, and the conversion
+of loaded tensors to shards. With the distributed optimizer, this module corrects the positions of parameters in the
+gathered optimizer state.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """Return the optimizer's `sharded_state_dict`, with the parameters' fp32 copies in a dictionary and not in a list.
 
-    The keys of this dictionary are the numbers of the parameter groups. megatron-core's own `sharded_state_dict` has
-    the fp32 copies in a list of parameter groups. In a list, a group without parameters on this rank, such as the group
-    of biases in a stage without layers, would change the positions of the other groups.
+    The keys of the dictionary are the indices of the parameter groups. megatron-core's own `sharded_state_dict` has the
+    fp32 copies in a list of parameter groups. In a list, a group without parameters on this rank, such as the group of
+    biases in a stage without layers, would change the positions of the other groups.
     """
     # megatron-core matches parameters by the ids of local tensors, but `to_local` creates a new tensor in each call.
     with replaced(matching, "to_local_if_dtensor", _local_tensor), _places_in_gathered_state(optimizer):
@@ -48,11 +49,12 @@ def sharded_optimizer_state(
 
 @contextmanager
 def _places_in_gathered_state(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Give megatron-core the places of parameters in the distributed optimizer's gathered state.
+    """Give megatron-core the positions of parameters in the distributed optimizer's gathered state.
 
-    megatron-core gathers the state of a buffer without the padding after each bucket. Up to version 0.19 it then reads
-    the state of a parameter at the parameter's place in the buffer, which counts the padding. Later versions subtract
-    the padding before the parameter's bucket; here this padding is 0, because every parameter is given bucket 0.
+    megatron-core gathers the state of a buffer without the padding after each bucket. Up to version 0.19, megatron-core
+    reads the state of a parameter at the parameter's position in the buffer with padding. Later versions subtract the
+    padding of the buckets before the parameter's bucket; here every parameter is given bucket 0, so that nothing is
+    subtracted.
     """
     with ExitStack() as places:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -113,7 +115,7 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return where the rows that FSDP2 gives to one replica lie in the unsharded weight of a gated layer.
+    """Return the positions, in the unsharded weight of a gated layer, of the rows that FSDP2 gives to one replica.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. FSDP2
@@ -121,7 +123,7 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
 
     Returns:
         The indices of the pieces that the replica holds, and the total number of pieces. The pieces divide the
-        unsharded weight into ranges of consecutive rows, all of the same length. Piece 0 has the first rows.
+        unsharded weight into ranges of consecutive rows, all of the same length. Piece 0 has the weight's first rows.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

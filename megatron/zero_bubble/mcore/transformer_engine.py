@@ -18,7 +18,7 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine. Megatron-LM requires this version for `delay_wgrad_compute` with
+"""The oldest supported version of Transformer Engine. Megatron-LM requires 2.8.0 for `delay_wgrad_compute` with
 overlapped reduction of gradients, and 2.7.0 for `delay_wgrad_compute` without fused accumulation of gradients."""
 
 

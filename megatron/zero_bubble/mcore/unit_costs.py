@@ -30,7 +30,7 @@ from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
-"""Default seconds for building all units of the model and running all passes through these units."""
+"""Default time limit in seconds for building all units of the model and running all passes through these units."""
 _MOST_PASSES = 15
 """Maximum number of timed passes through a unit of the model."""
 _GAP_PASSES = 2
@@ -50,7 +50,7 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit of the model at the same time. Each cost is the median over ranks, because the
+    All ranks measure the same unit of the model at the same time. Each cost is the median over ranks, because the
     measurements of different ranks differ only by noise, and the slowest rank has the most noise. Times are in
     milliseconds, memory in bytes. For a layer, `time_r` is the time of the layer's full recomputation, and `memory_r`
     is the memory that the recomputation restores. At the end, `measure_model` restores the random states.

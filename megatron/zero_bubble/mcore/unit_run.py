@@ -45,7 +45,7 @@ class MeasuredUnit(NamedTuple):
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next operation."""
     fused_backward: float
-    """Median milliseconds of a backward that computes both gradients at once."""
+    """Median milliseconds of a fused backward, which computes B and W together."""
     split_backward: float
     """Median milliseconds of a B and the W right after it."""
     pairs: PairTime
@@ -86,7 +86,7 @@ class UnitRun:
         self._gaps: list[float] = []
         """Milliseconds from the end of each operation to the start of the next operation."""
         self._fused_backwards: list[float] = []
-        """Milliseconds of backwards that compute both gradients at once."""
+        """Milliseconds of each fused backward, which computes B and W together."""
         self._split_backwards: list[float] = []
         """Milliseconds of each B plus the W right after this B."""
         self._device = next(self._model.parameters()).device

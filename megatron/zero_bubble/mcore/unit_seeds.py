@@ -41,7 +41,7 @@ _DEFAULT = "default-rng"
 
 
 class _UnitKind(IntEnum):
-    """Kind of a unit of the model; the number of the kind is part of the unit's seeds."""
+    """Kind of a unit of the model; the seeds of a unit depend on the number of the unit's kind."""
 
     EMBEDDING = 0
     LAYER = 1
@@ -134,7 +134,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
         iteration: function that returns the number of the running iteration.
 
     Raises:
-        ValueError: a class other than megatron-core's own tracks the random states.
+        ValueError: the tracker of random states is made for CUDA graphs, such as Transformer Engine's tracker.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])

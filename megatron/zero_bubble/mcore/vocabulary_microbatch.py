@@ -43,8 +43,8 @@ class Microbatch:
     alpha: torch.Tensor | None = None
     """Share of this rank's vocabulary shard in the denominator of each token's softmax, [n]."""
     input_gradient: torch.Tensor | None = None
-    """Gradient of the loss with respect to the last stage's output, [n, hidden], for a gradient of 1 with respect to
-    every token's loss; only on the last stage's rank."""
+    """Gradient of the sum of all tokens' losses with respect to the last stage's output, [n, hidden]; only on the last
+    stage's rank."""
     loss_gradient: torch.Tensor | None = None
     """Gradient of the training loss with respect to the loss of every token, [n]."""
 

@@ -5,9 +5,9 @@ a model with a sharded vocabulary, all ranks of the pipeline compute embedding a
 of the schedule (see `vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last
 stage ends with the hidden states.
 
-With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
-p * t shards in all. The rows of the vocabulary that megatron-core would give to one tensor rank are thus divided among
-the p pipeline ranks that have this tensor rank.
+There are p * t shards for p pipeline ranks and t tensor ranks; each rank has shard `tensor rank * p + pipeline rank`.
+The rows of the vocabulary that megatron-core would give to one tensor rank are thus divided among the p pipeline ranks
+that have this tensor rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VocabularyShard(torch.nn.Module):
     Args:
         embedding: the rows of the embedding.
         output: the rows of the output layer; the same object as `embedding` if the weights are tied.
-        index: number of this shard among all shards of the vocabulary.
+        index: index of this shard among all shards of the vocabulary, counted from 0.
         count: number of shards.
     """
 
@@ -92,7 +92,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Replaces a `VocabParallelEmbedding`; returns the sum over tensor ranks of embeddings that E has looked up.
+    """Replaces a `VocabParallelEmbedding`; returns the embeddings that E has looked up, summed over the tensor ranks.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens, with zeros for tokens that
@@ -118,9 +118,9 @@ class HiddenOutput(torch.nn.Module):
     """Replaces an output layer and the loss after it; keeps the hidden states and the labels, and computes nothing.
 
     Attributes:
-        loss_inputs: the inputs of the loss in the last forward; None if the last forward had no labels. The inputs are
-            the hidden states, [sequence, batch, hidden], and the labels, [batch, sequence]. With sequence parallelism,
-            the hidden states are this rank's part of the sequence.
+        loss_inputs: the inputs of the loss in the last forward; None if the last forward had no labels. The inputs of
+            the loss are the hidden states, [sequence, batch, hidden], and the labels, [batch, sequence]. With sequence
+            parallelism, the hidden states are this rank's part of the sequence.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class VocabularyRun:
         last_rank: pipeline rank of the last stage.
         tensor_group: the tensor-parallel group for gathers that belong to the computation and do not run in `lane`.
         is_sequence_parallel: whether, between layers, each tensor-parallel rank has only a part of the sequence.
-        is_fused: whether gradients of the output layer are added straight into `main_grad` (apex).
+        is_fused: whether apex's kernel adds the gradients of the output layer straight into `main_grad`.
         embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.
         output_layer: replaces the output layer in the last stage; None if the last stage is on another rank.
     """
@@ -111,7 +111,7 @@ class ShardCollectives:
         return of_all.flatten(0, 1)
 
     def sum_to(self, terms: torch.Tensor, root: int, *, splits_sequence: bool) -> torch.Tensor:
-        """Return the sum of all shards' terms on the pipeline rank `root`; the result on other ranks is undefined.
+        """On the pipeline rank `root`, return the sum of all shards' terms; on other ranks, the result is undefined.
 
         The sum over the pipeline ranks comes first, then the sum over the tensor ranks, both in the order of ranks.
 

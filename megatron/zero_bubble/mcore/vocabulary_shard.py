@@ -201,7 +201,7 @@ class ShardWeight(torch.nn.Module):
 
     Args:
         values: [rows, hidden], the weights, which are copied.
-        rows: place of the rows in the vocabulary.
+        rows: position of the rows in the vocabulary.
         attributes: attributes of megatron-core's parameter, which the new parameter takes over.
         num_uses: 2 for tied weights, which get gradients of the embedding and of the output layer, else 1.
 
@@ -226,7 +226,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Store DDP's hook, which counts the gradient as ready; DDP passes the hook to this method."""
+        """Store the hook that DDP passes; the hook tells DDP that the gradient is ready."""
         self._hook = hook
 
     def add_output_gradient(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, *, is_fused: bool) -> None:
@@ -268,9 +268,9 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Record that the embedding or the output layer has added all its gradients of this step to the weight.
+        """Record that the embedding or the output layer has added all its gradients of this step.
 
-        After the last layer that uses the weight has added its gradients, `complete` calls DDP's hook.
+        Once all layers that use the weight have added their gradients, `complete` calls DDP's hook.
         """
         self._num_complete += 1
         if self._num_complete < self.num_uses:

@@ -4,10 +4,10 @@
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
 The collectives run beside the computation, in a CUDA stream or a thread. On a GPU, collectives and computation use two
-streams. Memory that one stream frees must not be reused while the other stream still reads this memory. Tensors that a
-collective creates are not overwritten too early, because each collective waits for all earlier computation. Tensors
-that a collective reads are kept until this rank has waited for a later collective, or are marked by `record_stream`.
-The rank that broadcasts a tensor does not wait for the broadcast.
+streams. Memory that one stream frees must not be reused while the other stream still reads this memory. The memory of a
+tensor that a collective creates is not reused too early, because each collective waits for all earlier computation.
+Tensors that a collective reads are kept until this rank has waited for a later collective, or are marked by
+`record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VocabularyStep:
 
     Args:
         message_shape: shape [sequence, batch, hidden] of the messages between stages.
-        forward_only: whether the step has no backward, and therefore skips tensors that only gradients need.
+        forward_only: whether the step has no backward, and therefore skips tensors that are used only for gradients.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VocabularyStep:
         self.restart()
 
     def rehearsal(self, num_microbatches: int) -> VocabularyStep:
-        """Return a `VocabularyStep` for the warm-up, whose collectives use made-up tensors in place of messages."""
+        """Return a `VocabularyStep` for the warm-up; its collectives make up tensors and do not communicate."""
         run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
@@ -201,14 +201,14 @@ class VocabularyStep:
             state.input_gradient = total
 
     def begin_loss(self, microbatch: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return the inputs of L: the losses of all tokens, a leaf tensor [batch, sequence], and the loss function."""
+        """Return the inputs of L: all tokens' losses as a leaf tensor, [batch, sequence], and the loss function."""
         state = self._microbatches[microbatch]
         batch, sequence = self._token_shape
         losses = _there(state.losses).view(sequence, batch).t().contiguous()
         return losses.requires_grad_(not self._forward_only), state.loss_function
 
     def end_loss(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Keep the gradient of L with respect to the losses of all tokens; a `gradient` of None stands for zeros."""
+        """Keep the gradient of the training loss with respect to all tokens' losses; None stands for zeros."""
         state = self._microbatches[microbatch]
         losses = _there(state.losses)
         state.loss_gradient = (

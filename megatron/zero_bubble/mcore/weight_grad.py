@@ -45,7 +45,7 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the current microbatch's `MicrobatchSum`; each call adds one to its number of expected terms."""
+        """Return the current microbatch's `MicrobatchSum`; each call adds one to the sum's number of expected terms."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
@@ -75,8 +75,8 @@ class LayerWeightGrad:
 class MicrobatchSum:
     """Sums the terms of one microbatch's weight gradient: one term for each time that the forward uses the layer.
 
-    Multi-token prediction uses the output layer several times in a forward. The terms of a weight gradient are added in
-    the order in which B reaches the uses of the layer; autograd adds the terms in the same order.
+    Multi-token prediction calls the output layer several times in a forward. The terms of a weight gradient are added
+    in the order in which B visits the calls of the layer; autograd adds the terms in the same order.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class MicrobatchSum:
 
 @dataclass(eq=False)
 class DeferredWeightGrad:
-    """W of one layer for one microbatch.
+    """W of one call of a layer in the forward of one microbatch.
 
     With sequence parallelism, W gathers the whole input again over `gather_group`, while the previous W computes. The
     forward keeps only this rank's slice of the input, and megatron-core's buffer for the gathered input is overwritten

@@ -22,7 +22,7 @@ class Microbatches(NamedTuple):
 
 
 Load = Callable[[], Microbatches]
-"""Returns the microbatches of a step; called on the ranks of the first and the last stage."""
+"""Function that returns the microbatches of a step; called on the ranks of the first and the last stage."""
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
@@ -89,9 +89,9 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
     """Return the size of each microbatch: the lengths of the microbatch's sequences.
 
-    If the inputs of a microbatch contain `cu_seqlens`, the lengths are computed from `cu_seqlens`, otherwise from the
-    shape of the largest input. If the largest input has several dimensions, the size of its first dimension is the
-    number of sequences.
+    If the inputs of a microbatch contain `cu_seqlens`, the sequence lengths are computed from `cu_seqlens`, otherwise
+    from the shape of the largest input. If the largest input has several dimensions, the size of its first dimension is
+    the number of sequences.
     """
     sizes = []
     for value in inputs:

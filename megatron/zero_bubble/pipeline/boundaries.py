@@ -42,7 +42,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     Ties are broken by the smallest `sum(len(part) ** 2 for part in parts)`.
 
     Args:
-        before: cumulative sums of the weights, of which the first is 0.
+        before: cumulative sums of the weights; the first sum is 0.
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]

@@ -37,7 +37,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """The result of `_describe` in the last step; None if the last step was not a training step."""
+        """The result of `_describe` in the previous step; None unless the previous step was a training step."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
@@ -71,9 +71,9 @@ class StepMessages:
     def begin_as_before(self, load: Load, autocast: Autocast) -> None:
         """Pass a training step's data to this rank's `LayerStage`, if possible without communication between ranks.
 
-        The ranks communicate only in the first step, and in a training step that follows an evaluation step. Other
-        training steps use the message specs of the previous step. If the ranks do not
-        communicate, an error in the step's data is recorded like the error of a failed forward.
+        The ranks communicate only in the first step, and in a training step that follows an evaluation step. A training
+        step that follows a training step uses the message specs of the previous step. If the ranks do not communicate,
+        an error in the step's data is recorded like the error of a failed forward.
         """
         if self._trained_form is None:
             self.begin(load, autocast, trains=True)
@@ -95,8 +95,8 @@ class StepMessages:
         """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs.
 
         Returns:
-            A pair: a text that lists all properties of this rank on which message specs depend, and whether this rank
-            has the first stage and the inputs of microbatches differ in shape.
+            A pair: a text that lists all properties of this rank on which message specs depend, and a flag that is
+            true if this rank has the first stage and the shapes of inputs differ between microbatches.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

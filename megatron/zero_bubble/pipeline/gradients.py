@@ -92,7 +92,7 @@ class TiedLayer:
         self._before = {}
 
     def _has_gradient(self, every: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
-        """Return for each parameter of the tied layer whether any of its copies has a gradient; a collective call."""
+        """Return for each parameter of the tied layer whether any copy of it has a gradient; a collective call."""
         own = [any(parameter.grad is not None for parameter in copies.values()) for copies in every]
         if self._collectives is None or not own:
             return own

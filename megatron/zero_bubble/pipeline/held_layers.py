@@ -107,15 +107,15 @@ class Summary:
 
     layout: StageLayout
     unsplit: Unsplit
-    """Module class -> number of parameters whose gradients are computed in B, on all ranks together."""
+    """Module class -> number of parameters, summed over all ranks, whose gradients are computed in B."""
     num_parameters: int
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
         """Return a text about the partition of layers and about the module classes whose weight gradients B computes.
 
-        For each of these classes, the text gives the number of parameters whose gradients B computes, as a percentage
-        of all parameters of the model.
+        For each module class, the text gives the number of parameters whose gradients B computes, as a percentage of
+        all parameters of the model.
         """
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]

@@ -46,7 +46,7 @@ class Interconnect:
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives among the ranks `members`, for tensors on `device`; a collective call of these ranks.
+        """Return `Collectives` of the ranks `members`, for tensors on `device`; a collective call of these ranks.
 
         Args:
             members: the ranks, in ascending order.
@@ -73,7 +73,7 @@ def connect_ranks(
 
     Args:
         group: process group of the pipeline's ranks, by default all ranks of the job.
-        device: the device that holds layers and messages: the CPU or the current GPU. By default, this is the current
+        device: the device that holds layers and messages: the CPU or the current GPU. The default is the current
             GPU if `group` uses NCCL, and otherwise the CPU.
         timeout: how long a rank waits for a message or a collective before the job fails.
 
@@ -97,7 +97,7 @@ def connect_ranks(
 class Agreement:
     """Exchanges values among all ranks of a pipeline, and raises an error of one rank on all ranks.
 
-    Each `Agreement` opens its own collectives; creating an instance is a collective call of all ranks.
+    Each `Agreement` has its own `Collectives`; creating an instance is a collective call of all ranks.
     """
 
     def __init__(self, interconnect: Interconnect) -> None:
@@ -132,8 +132,8 @@ class Agreement:
         """Run `action` on every rank and return the results of all ranks; a collective call.
 
         Raises:
-            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Of all failed
-                ranks, the rank with the lowest number determines the error that every rank raises.
+            ValueError: `action` raises a `ValueError` or an `OSError` on some rank. Every rank then raises the error of
+                the failed rank with the lowest number.
         """
         outcome = attempt(action)
         outcomes = self.gather(outcome)

@@ -40,7 +40,7 @@ class TrainingOutcome:
     grad_norm: torch.Tensor
     """The norm of all gradients before clipping."""
     was_amended: bool = False
-    """Whether the optimizer's step was undone and repeated, together with forwards of the next step."""
+    """Whether validation took or repeated the optimizer's step; false if the step waited for all gradient norms."""
 
 
 class StepReport(NamedTuple):
@@ -124,7 +124,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step if it need not wait, and start to send this rank's `StepReport` to all ranks.
+        """Take the optimizer's step unless it must wait for validation; start to send this rank's `StepReport`.
 
         The optimizer's step is not taken if a forward has failed on this rank, if optimizer steps wait for the norm of
         all gradients, or if this rank's gradients alone have a norm that requires clipping.
@@ -148,15 +148,15 @@ class LateSteps:
         """Wait for the `StepReport`s of all ranks, correct the last optimizer step if necessary, and drop gradients.
 
         If the gradients have to be clipped, or if a rank has not taken the optimizer's step, every rank takes the step
-        from the clipped gradients; a rank that has taken the step before undoes the step first.
+        with clipped gradients; a rank that has already taken the step undoes the step first.
 
         Returns:
-            Whether the ranks have repeated the last optimizer step or have taken it late; the same value on all ranks.
+            Whether `validate` has taken or repeated the last optimizer step; the same value on all ranks.
 
         Raises:
             ValueError: on all ranks, if a forward or an optimizer's step has failed, or if an optimizer's step cannot
-                be repeated because the user has changed gradients. Every rank that has taken the optimizer's step
-                undoes this step before the rank raises `ValueError`.
+                be repeated because the user has changed gradients. Before a rank raises `ValueError`, the rank undoes
+                the optimizer's step that it has taken before the call of `validate`, if any.
         """
         if self._pending is None:
             return False

@@ -61,7 +61,7 @@ class LayerStage:
         self._changes_input: set[int] = set()
         self._changes_target = False
         self.validate: Callable[[], bool]
-        """In a schedule with post-validation, validates the last optimizer step; see `SteppingStage.validate`."""
+        """Function that validates the last optimizer step, if post-validation is used; see `SteppingStage.validate`."""
         self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
         if isinstance(loss_fn, torch.nn.Module) and self._last in self.stages:
             self._restored_modules.append(loss_fn)
@@ -94,7 +94,7 @@ class LayerStage:
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
     def forget_forwards(self) -> None:
-        """Discard the losses, failures and shapes of gradients that this step's forwards have recorded."""
+        """Discard the losses, the failures and the gradients' shapes that this step's forwards have recorded."""
         self.losses: dict[int, torch.Tensor] = {}
         self.failures: list[Failure] = []
         self.cause: Exception | None = None
@@ -252,7 +252,7 @@ class LayerStage:
         return output
 
     def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether a layer of the chunk is checkpointed; its outputs require gradients if F drops activations."""
+        """Tell whether the chunk has a checkpointed layer, whose outputs require gradients if F drops activations."""
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
@@ -267,7 +267,7 @@ class LayerStage:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Undo the side effects of the forwards in the `with` block at the end of the block."""
+        """At the end of the `with` block, undo the side effects of the forwards in the block."""
         before = self._forward_state()
         try:
             yield

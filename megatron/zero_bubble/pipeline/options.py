@@ -23,7 +23,7 @@ Partition = str | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Options of a `Pipeline`, the same on all ranks.
+    """Options of a `Pipeline`; all options except `example` must be the same on all ranks.
 
     Args:
         partition: how layers are assigned to stages. "uniform" balances the number of layers of each stage.
@@ -34,7 +34,7 @@ class PipelineOptions:
         num_chunks: number of stages per rank; by default, the named schedule determines the number.
         memory_limit: limit for the activation memory of each rank: one number for all ranks, or a list with a number
             for each rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
-            rank. The default of `memory_limit` is the memory that the named schedule needs.
+            rank. By default, the named schedule determines the memory limit.
         offload: bandwidth, in each direction, of the link between a rank's device and its host: the number of
             microbatches whose activations the link copies in the time of one forward. If `offload` is a number, a
             planned schedule copies activations to the host and back where the copies make the schedule faster under
@@ -121,7 +121,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ("checkpoint", "variable_shapes", "post_validation"), (lambda v: isinstance(v, bool), "True or False")
     ),
 }
-"""Option -> function that tells whether a value has the type of the option, and a description of the type."""
+"""Option -> (function that tells whether a value has the type of the option, description of the type)."""
 
 
 def check_types(layers: Any, loss_fn: Any, options: Any) -> None:

@@ -133,9 +133,10 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip gradients, take the optimizer's step, drop gradients; return loss and gradient norm.
 
-        With post-validation, `train_step` does not wait for the gradient norms of other ranks, and returns the outcome
-        of the previous training step, or None in the first training step. If a training step fails with
-        post-validation, the next call of `train_step` raises `ValueError`, and the pipeline cannot be used any more.
+        With post-validation, `train_step` does not wait for other ranks' gradient norms of the same step, and returns
+        the outcome of the previous training step; None in the first training step and after a call of `settle`. If a
+        training step with post-validation fails, the next call of `train_step` raises `ValueError`, and the pipeline
+        cannot be used any more.
 
         Raises:
             ValueError: on all ranks, if the batch is invalid, the forward of a layer fails, or the optimizer's step

@@ -69,7 +69,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers; a non-persistent buffer counts as a constant."""
+    """Yield a module's parameters and persistent buffers; non-persistent buffers are left out as constants."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter

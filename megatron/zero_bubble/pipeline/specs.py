@@ -106,7 +106,7 @@ def words_of(module: torch.nn.Module) -> str:
 
 
 def refuse_lazy(index: int, layer: Any) -> None:
-    """Raise `ValueError` if a layer is an uninitialized lazy module, such as `nn.LazyLinear`, without known shapes."""
+    """Raise `ValueError` if a layer is a lazy module, such as `nn.LazyLinear`, whose shapes are not known yet."""
     if not isinstance(layer, torch.nn.Module):
         return
     if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):

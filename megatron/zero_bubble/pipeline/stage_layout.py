@@ -144,7 +144,7 @@ def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unm
     """Replace the times in the costs `unmeasured` by measured times in seconds.
 
     The time of F, B or W of a stage is the sum of the times of the stage's layers. If `unmeasured` has times of R, the
-    time of R of a stage is the time of F.
+    time of R of a stage is set to the stage's time of F.
     """
     sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
     # The time of an operation in a schedule must be above zero.

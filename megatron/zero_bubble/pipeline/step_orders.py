@@ -38,7 +38,7 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level`: all pipelines have a `StepDecision.level` of 0, because no memory limit is given in bytes."""
+        """Return `level`: without a memory limit in bytes, the `StepDecision.level` of every pipeline is 0."""
         return level
 
 

@@ -42,7 +42,7 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
 too, if the subclass inherits the forward."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
-"""Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
+"""Names of parameters of `nn.MultiheadAttention` that are appended to keys and values, and used by no projection."""
 
 _OUTSIDE_IN_PROJECTION = _KEY_VALUE_BIASES | {"out_proj.weight", "out_proj.bias"}
 
@@ -76,9 +76,9 @@ def split_modules(
     `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
-        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of these classes must take
-            one tensor, return one tensor, and not keep the returned tensor. A layer of a class in `others` is split
-            as a whole, and its submodules are not split.
+        others: classes of layers that are split in addition to `SPLIT_LAYERS`. The forward of a class in `others` must
+            take one tensor, return one tensor, and not keep the returned tensor. A layer of a class in `others` is
+            split as a whole, and its submodules are not split.
 
     Returns:
         The parameters whose gradients are now computed in W.
@@ -174,7 +174,7 @@ class _SplitLayer:
         return self.call(forward, leaves[tensors[0]])
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
-        """Return `function(input)`; the gradients of the layer's parameters are computed in W."""
+        """Return `function(input)`; if possible, the gradients of the layer's parameters are computed in W."""
         parameters = self.parameters
         if not parameters or not torch.is_grad_enabled() or not self._can_defer(parameters):
             return function(input)

@@ -25,7 +25,7 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
     """Plan a fast schedule for the costs of a request, within the memory limits of the ranks.
 
     On linear and interleaved placements the plan is never slower than a schedule with a published order, such as 1F1B
-    or ZB-H1, that has the same placement and fits in memory.
+    or ZB-H1, that has the same placement and fits in memory, unless vocabulary shards are planned with zero effort.
 
     Args:
         own_limits: function that computes the memory limits of the ranks for a request without memory limits.
@@ -61,7 +61,7 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
     """Memory limits of p ranks with one stage each: the product of `factor` and the memory of p microbatches.
 
     The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before
-    its B. With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
+    its B. Under full recomputation, only one of the p microbatches has all its activations.
 
     Args:
         costs: costs of the stages, with one stage per rank.

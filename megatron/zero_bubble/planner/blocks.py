@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try for each chunk: time of its leg from first to last rank, divided by the time of its two legs."""
+"""Values to try for the time of a chunk's leg from first to last rank, as a fraction of the time of its two legs."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
@@ -39,7 +39,7 @@ class Block(NamedTuple):
     """Time from the start of the last operation of a leg to the start of the next leg, for all `legs` but the last."""
 
     def varied(self, generator: Random) -> Block:
-        """Return a copy of the block in which one to three times are changed at random."""
+        """Return a copy of the block with random changes of one, two or three of its durations."""
         times = [self.period, *self.legs, *self.turns]
         for index in generator.sample(range(len(times)), generator.choice((1, 1, 2, 3))):
             times[index] = max(0.0, times[index] + generator.gauss(0, VARIATION * self.period))
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 def published_blocks(problem: Problem, in_flight: float) -> Iterator[Block]:
-    """Yield the building blocks of arXiv 2405.15362 in which every rank has `in_flight` microbatches in flight."""
+    """Yield the building blocks of arXiv 2405.15362 for `in_flight` microbatches in flight on every rank."""
     # Let h be the time of the leg down and the leg up together, from one rank to the next. The activations of both
     # chunks, each of M_B / 2, are then in memory for 2 p h in sum, and a rank has p h / period microbatches in flight.
     # One more microbatch is in flight because blocks do not start and end in the same slot. With the published delays F
@@ -60,7 +60,7 @@ def published_blocks(problem: Problem, in_flight: float) -> Iterator[Block]:
 
 
 def random_block(problem: Problem, in_flight: float, generator: Random) -> Block:
-    """Return a random block in which every rank has at most `in_flight` microbatches in flight."""
+    """Return a random block for at most `in_flight` microbatches in flight on every rank."""
     f, b, period = _median_times(problem)
     times = f, b, period * generator.uniform(1, 1.3)
     delays = generator.choice(DELAYS), generator.choice(DELAYS)
@@ -70,7 +70,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for `times` (F, B, period) and for `delays` of B (of chunk 1, of chunk 0) in time slots."""
+    """Return the block for `times` (F, B, period), and for `delays` (of chunk 1's B, of chunk 0's B) in time slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)

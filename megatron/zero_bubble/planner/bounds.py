@@ -133,7 +133,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that recomputation of a microbatch adds to a rank, by R or by idle time between F and B."""
+        """Least time that full recomputation of a microbatch adds to a rank: R or, without R, idle time from F to B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -187,8 +187,8 @@ class _Rank:
         """Least time from the start of the first F to the end of the last B of the rank.
 
         The time from the first F to the last B is at least the sum of three times: the time of all F and B; the time of
-        the W that must run before the last B to release memory; and the idle time or the time of all R, whichever is
-        longer. R may run in idle time.
+        the W that must run before the last B to release memory; and the idle time or the time that recomputation adds,
+        whichever is longer. R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)

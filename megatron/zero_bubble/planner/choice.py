@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""A simpler layout is chosen if its plan is slower by at most this factor, about the error of measured costs."""
+"""A simpler layout is chosen if its plan is slower by at most this factor (about the error of measured costs)."""
 SHARDING_GAIN = 1.03
 """Least speedup at which a layout with vocabulary shards, whose collectives cost CPU time, is chosen."""
 
@@ -27,7 +27,7 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
     layout is chosen among all plans that are close to the fastest plan.
 
     Args:
-        plans: one or more plans; several plans may have the same `Layout.combination` of placement and options.
+        plans: one or more plans; several plans may have the same `Layout.combination`, and differ in their partition.
         usual: the layout that is kept unless another layout is clearly faster; None if no layout is preferred.
         usual_time: time of another schedule for the layout `usual`, such as megatron-core's own schedule.
 
@@ -52,10 +52,10 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
 
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
-    """The best plan of each `Layout.combination` of placement and options, and the plan of the layout `usual`.
+    """The best plan of each `Layout.combination` (layout without partition), and the plan of the layout `usual`.
 
-    The best plan of a combination is the plan with the most even partition among all plans that take at most `ALIKE`
-    times the shortest time. Small errors of measured costs therefore do not change the choice of a plan.
+    The best plan of a combination has the most even partition among the plans that take at most `ALIKE` times as long
+    as the combination's fastest plan. The factor `ALIKE` keeps small errors of measured costs from changing the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

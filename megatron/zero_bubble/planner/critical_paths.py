@@ -23,7 +23,7 @@ class Stretch(NamedTuple):
 class OrderGraph:
     """A graph of the operations in complete orders of all ranks, with the longest path through every operation.
 
-    The operation with code c of microbatch k has the number `c * num_microbatches + k`. An F has the same number
+    The operation of microbatch k with code c has the number `c * num_microbatches + k`. An F has the same number
     whether it drops or keeps its activations.
     """
 
@@ -39,7 +39,7 @@ class OrderGraph:
         )
         self.rank_of = [rank for rank in problem.ranks[:end] for _ in range(m)]
         self.dropped: set[int] = set()
-        """Numbers of all F operations that drop their activations."""
+        """The F that drop their activations, each as its number (see `OrderGraph`)."""
         self.needs, self.users = _dependencies(problem.links, end, m)
         self.recomputations = range(codes.r * m, codes.drop * m)
         """Numbers of all R; the k-th R belongs to the F with number k, and runs only if this F drops activations."""
@@ -50,12 +50,12 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the longest path from its start to the end of a rank, plus `final` of this rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> -1 times the start time of its span, or of the makespan if plans are compared by makespan."""
+        """Rank -> minus the start of its span or, if plans are compared by makespan, minus `Problem.first_start`."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
-        """Replace the orders of all ranks by `lanes`, with the same operations except for some R added or removed."""
+        """Replace the orders of all ranks by `lanes`: the same operations, possibly with some R added or removed."""
         self.lanes = [list(lane) for lane in lanes]
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
@@ -229,7 +229,7 @@ class OrderGraph:
 
 
 Neighbours = tuple[tuple[tuple[int, float], ...], ...]
-"""Operation -> pairs (other operation, latency): the operations that it needs (`needs`), or that need it (`users`)."""
+"""Operation -> pairs (other operation, latency): sources of its inputs (`needs`), or users of its result (`users`)."""
 
 
 @lru_cache(maxsize=16)

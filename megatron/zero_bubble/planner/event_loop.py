@@ -77,12 +77,12 @@ class EventLoop(ABC):
         self.has_started = [False] * ranks
         self.span_start = [0.0] * ranks
         self.end = [0.0] * ranks
-        """Rank -> time at which the rank has computed, but not yet sent, the result of its latest operation."""
+        """Rank -> time at which the result of the rank's latest operation is computed, before the result is sent."""
         self.worked = [0.0] * ranks
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of losses and shard operations with known arrivals that have not run or entered `weights`."""
+        """Rank -> number of loss and shard operations with known arrivals that neither ran nor entered `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -166,7 +166,7 @@ class EventLoop(ABC):
             self._due[rank] -= 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Record that the next result of operation `code` is ready at time `end`, for operations that need it."""
+        """Record for the users of operation `code` that the operation's next result is ready at time `end`."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
@@ -187,7 +187,7 @@ class EventLoop(ABC):
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding, or a W that frees memory for one of them; -1 if none is ready."""
+        """Choose a ready loss, softmax or embedding that fits in memory, or a W that frees memory for one; else -1."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]

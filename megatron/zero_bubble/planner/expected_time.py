@@ -32,10 +32,11 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     Args:
         timeline: a simulation in which all operations of one kind and stage take the same time.
         spread: half the interquartile range of a duration, divided by its median.
-        time_between: time that passes between two successive operations of a rank, in the unit of the costs.
+        time_between: time that passes between two successive operations of a rank, in the unit of the costs; zero in
+            the simulation with fixed durations.
 
     Returns:
-        The mean time of the schedule divided by its time with fixed durations; 1 if durations do not vary.
+        The mean time of the schedule divided by its time with fixed durations; 1 if `spread` and `time_between` are 0.
     """
     if spread <= 0 and time_between <= 0:
         return 1.0

@@ -59,7 +59,7 @@ def with_separate_backwards(schedule: Schedule) -> Schedule:
 def with_some_backwards_fused(schedule: Schedule) -> Schedule:
     """The schedule without sends and receives, with some B and W fused, so that one step measures B, W and BW.
 
-    In every stage, every second B that is followed by its W becomes a BW; all other BW become a B and a W.
+    Every BW becomes a B and a W; then, in every stage, every second B that is followed by its W becomes a BW.
     """
     apart = with_separate_backwards(schedule)
     joined = []

@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 OFFLOAD_PARTS = 4
-"""The search for schedules that copy activations to the host divides the request's effort by this number."""
+"""Each search for schedules that copy activations to the host gets at most the effort divided by this number."""
 
 
 def request_for(
@@ -77,9 +77,9 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
     If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
-    fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero, the function returns the first schedule that fits in memory. Together, the searches with several groups of
-    layers have at most the effort of the search with one group of layers.
+    fastest schedule; among equally fast schedules, the function prefers the schedule with the fewest groups of layers.
+    With an effort of zero, the function returns the first schedule that fits in memory. Together, the searches with
+    several groups of layers have at most the effort of the search with one group of layers.
 
     Args:
         request: a request with one placement, and with one value in the field `recomputes`.

@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Sizes of the groups if microbatches are divided evenly into as many groups of at least `size` as possible."""
+    """Sizes of as many groups as possible with at least `size` microbatches each, divided as evenly as possible."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -37,8 +37,8 @@ def warmup_length(problem: Problem, rank: int, groups: Sequence[int], slope: flo
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
     """Orders of 1F1B for groups of microbatches: a rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
-    The warmup of the last rank ends before the first F of its last chunk. Each rank but the last has `slope` more F in
-    its warmup than the next rank; the difference is smaller if memory is short.
+    Without vocabulary shards, the warmup of the last rank ends before the first F of its last chunk. Each rank but the
+    last has `slope` more F in its warmup than the next rank; the difference is smaller if memory is short.
 
     Args:
         problem: the planning problem.

@@ -23,7 +23,7 @@ class Plan:
     """A layout with its planned schedule.
 
     Attributes:
-        request: the request for this layout alone, with the costs of its stages.
+        request: the request for only this layout, with the costs of the layout's stages.
         layout: placement, partition, recomputation and vocabulary parallelism.
         timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
@@ -59,7 +59,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     """Plan the schedule of one layout of a model.
 
     Args:
-        request: a request with the costs of the units of a model.
+        request: a request with the costs of a model's units.
         layout: the layout to plan.
 
     Returns:

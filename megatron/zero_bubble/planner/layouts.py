@@ -36,7 +36,7 @@ WITHOUT_GAIN = 3
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
-"""Plans that take at most this factor times the time of the fastest plan are compared by their expected times."""
+"""Plans that take at most this many times as long as the fastest plan are compared by their expected times."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = DRAFT_EFFORT
@@ -176,7 +176,7 @@ class _Search:
         return self.try_plan(layout, effort if self._extent.is_small else 0)
 
     def plan_combinations(self) -> None:
-        """Plan layouts with little effort, in the order of their lower bounds, while a bound is below the best time."""
+        """Plan layouts with little effort in the order of their lower bounds; skip layouts that the bound rules out."""
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
@@ -228,7 +228,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Least planned time with unlimited memory; infinity if unlimited memory hardly shortens the planned time."""
+        """Time of the fastest of `layouts` with unlimited memory; infinity if unlimited memory hardly saves time."""
         layout = min(layouts, key=lambda layout: self.time_of([layout]))
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
@@ -256,7 +256,7 @@ class _Search:
             yield replace(layout, partition=partition)
 
     def _bound(self, layout: Layout) -> float:
-        """A lower bound on the time of any plan of a layout; zero if the costs of the layout raise an error."""
+        """A lower bound on the time of any plan of a layout; zero if its costs or memory limits raise an error."""
         request, model = self.request, computing_of(self.request, layout)
         try:
             states = model.states(layout.partition, layout.placement)
@@ -286,7 +286,7 @@ class _Search:
             self.try_plan(usual.layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans or, if durations vary, the best plan of each `Layout.combination`, with its expected time."""
+        """All plans; if durations vary, the best of each `Layout.combination`, with expected times (see `COMPARED`)."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

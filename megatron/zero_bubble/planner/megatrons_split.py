@@ -58,7 +58,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
 
 def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
-    """The given request with megatron-core's own schedule for its layout; None if megatron-core has no schedule.
+    """The given request with megatron-core's own schedule for its layout; None if megatron-core has no such schedule.
 
     Args:
         request: a request with one placement, and with one value in the field `recomputes`.
@@ -109,18 +109,18 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
 def capacity_of_multiple(
     request: PlanRequest, layout: Layout, multiple: float, *, is_interleaved: bool = False
 ) -> float:
-    """The memory capacity of a rank that corresponds to a multiple of 1F1B's activation memory.
+    """The memory capacity in which a multiple of 1F1B's activation memory fits on every rank.
 
-    The capacity is the largest sum, over the ranks of Megatron's split, of two amounts: the memory of parameters,
-    gradients and optimizer states, and `multiple` times the peak memory of activations.
+    For each rank of Megatron's split, the function adds the memory of parameters, gradients and optimizer states to
+    `multiple` times the peak memory of activations; the capacity is the largest of these sums.
 
     Args:
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
-            rank. If `is_interleaved` is false, the peak memory of 1F1B is multiplied, with one chunk per rank and the
-            same layers on each rank.
+            rank. If `is_interleaved` is false, the peak memory of 1F1B is multiplied, with one chunk per rank and as
+            many layers on each rank as in `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.

@@ -21,7 +21,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on a rank's memory for the activations in flight plus the temporary memory of one operation.
+    """A memory limit of a rank, for the activations in flight and the temporary memory of one operation together.
 
     At most one of `multiple` and `num_bytes` is given; if neither is given, the limit is the free memory of the device.
     """
@@ -31,11 +31,11 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """With v > 1 chunks on each of p ranks, whether `multiple` refers to interleaved 1F1B's peak (p + (p-1)/v) M_B."""
+    """With several chunks per rank, whether `multiple` refers to the peak of interleaved 1F1B, and not of 1F1B."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
-    """Microbatches that interleaved 1F1B runs on a chunk before the next chunk's turn; by default one for each rank."""
+    """Number of microbatches that pass through a chunk before the next chunk's turn; by default the number of ranks."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -59,7 +59,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The memory limit in the unit of `default_costs`, before costs are measured; None for bytes and for `auto`."""
+        """The memory limit in the unit of `default_costs`; None if the limit is given in bytes or as `auto`."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
@@ -74,7 +74,7 @@ class MemoryLimit:
         inside: Sequence[float] = (),
         recompute: Recompute = Recompute.NONE,
     ) -> float:
-        """The memory limit in bytes, computed from measured costs.
+        """The memory limit in bytes; a multiple of a peak memory is converted with measured costs.
 
         Args:
             placement: placement of the stages on the ranks.
@@ -117,7 +117,7 @@ def one_f_one_b_peaks(
     """Rank -> peak memory of 1F1B: rank r of p has min(m, p - r) of the m microbatches in flight on each of its chunks.
 
     The peak memory includes the memory that one B adds, and the memory that microbatches keep allocated from their W to
-    the end of the step. With `Recompute.PLANNED` 1F1B keeps all activations.
+    the end of the step. With `Recompute.PLANNED`, the peak memory is the peak of 1F1B that keeps all activations.
     """
     peaks = []
     for rank in range(placement.num_ranks):

@@ -26,14 +26,14 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 WORTHWHILE = 0.005
 """A new order of the microbatches replaces the data's order if it saves at least this fraction of the step's time."""
 _Places = tuple[int, ...]
-"""Place in the schedule -> number of the microbatch in the data."""
+"""Place in the schedule -> index of the microbatch in the data."""
 
 
 class MicrobatchOrder(NamedTuple):
     """An order of the microbatches of a step, with simulated times of the step."""
 
     places: _Places
-    """Place in the schedule -> number of the microbatch in the data."""
+    """Place in the schedule -> index of the microbatch in the data."""
     time: float
     """Simulated time of the step if microbatches run in the order of `places`."""
     time_in_data_order: float
@@ -67,7 +67,7 @@ def order_microbatches(
         limits: memory limit of every rank; None for no limit. Without limits the chosen order may need more memory than
             the order of the data.
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
-        names: names of the microbatches, for the error message; by default their numbers.
+        names: names of the microbatches, for the error message; by default their indices.
         num_tried: number of microbatch orders that are simulated.
         interlocks: whether ranks start the next iteration before all ranks have finished. With `interlocks`, orders are
             compared by the longest span of a rank; without `interlocks`, orders are compared by the makespan.
@@ -107,7 +107,7 @@ def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any
     Args:
         places: microbatch order of the earlier step.
         before: sizes of the microbatches of the earlier step, in the order of the data.
-        sizes: sizes of the same number of microbatches of the new step, in the order of the data.
+        sizes: sizes of the microbatches of the new step, in the order of the data; as many sizes as in `before`.
     """
     rising, rising_before = (sorted(range(len(each)), key=each.__getitem__) for each in (sizes, before))
     return tuple(rising[rising_before.index(number)] for number in places)

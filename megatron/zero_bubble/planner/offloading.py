@@ -1,4 +1,4 @@
-"""Inserts copies of activations to the host and back into a schedule, to keep every rank within its memory limit."""
+"""Extends a schedule with copies of activations to the host and back, to keep every rank within its memory limit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STEP = 2**0.5
 _MOST_LIMITS = 5
 """Largest number of memory limits, above the problem's limit, under which schedules without copies are planned."""
 _ROUNDS = 3
-"""Number of rounds in which copies are placed; each round uses the simulated times of the previous round's schedule."""
+"""Largest number of rounds of placing copies; each round uses the simulated times of the previous round's schedule."""
 _NEAR = 1.05
-"""Copies are placed again if the schedule takes at most this factor times as long as the fastest schedule so far."""
+"""Copies are placed again if the schedule takes at most `_NEAR` times as long as the fastest schedule so far."""
 
 _LEAST_RULES = 3
 """Smallest number of rules (see `CopyRule`) that are tried, for a schedule of any size."""
@@ -42,13 +42,13 @@ class CopyRule(NamedTuple):
     """A rule that decides when copies of activations are queued on the link between device and host."""
 
     lead: float
-    """How early the copy back to the device is queued before the backward, as a multiple of the copy's time."""
+    """Time between queuing a copy to the device and the start of the backward, divided by the copy's duration."""
     patience: float
-    """F queues its copy at once if the copies already queued will take at most this multiple of its copy's time."""
+    """F queues its copy at once if the copies in the queue take at most `patience` times as long as the copy."""
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Assumed time of a copy divided by its real time. A value below 1 makes ranks wait for copies that end soon."""
+    """Assumed duration of a copy divided by its real duration. Below 1, a rank may wait for a copy that ends soon."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -84,7 +84,7 @@ def offloaded(
         shortest: time of the best schedule without copies.
 
     Returns:
-        The fastest schedule with copies; None if no such schedule is faster than `shortest`.
+        The fastest schedule with copies; None if no schedule with copies takes less time than `shortest`.
     """
     if not any(problem.costs.memory_d):
         return None
@@ -194,7 +194,7 @@ class _Kept(NamedTuple):
 
 
 class _RankCopies:
-    """Inserts copies of activations to the host and back into the order of one rank."""
+    """Extends the order of one rank with copies of activations to the host and back."""
 
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
@@ -218,7 +218,7 @@ class _RankCopies:
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """(position, (microbatch, chunk)) of released activations, whose copy back is queued before this position."""
+        """(position before which the copy back is queued, (microbatch, chunk)) of all released activations."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0

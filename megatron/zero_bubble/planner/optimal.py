@@ -171,7 +171,7 @@ class _Program:
             bound: a known lower bound on the longest span of a rank, in the unit of the costs.
 
         Returns:
-            The best orders (None without a solution), and a lower bound on the longest span in the unit of the costs.
+            The best orders that were found, or None, and a lower bound on the longest span, in the unit of the costs.
         """
         # The lower bound for exact costs is reduced so that it excludes no solution with rounded costs.
         slack = len(self._starts)

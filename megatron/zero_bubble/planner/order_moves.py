@@ -20,13 +20,13 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations at each end of a stretch (see the top of this file) that moves may shift past this end."""
+"""Largest number of positions by which a move shifts an operation to an end of its stretch (see module docstring)."""
 HORIZON = 200
-"""If an operation exceeds the memory limit, a repair searches this number of next operations for a W or B."""
+"""Number of later operations in which a repair looks for a W to run earlier, or for a B that can get an R."""
 
 
 class Move(NamedTuple):
-    """A change of the order of one rank, in which `part` replaces the operations from position `first` up to `end`."""
+    """A change of the order of one rank: `part` replaces the operations at the positions `first` to `end - 1`."""
 
     rank: int
     moved: int
@@ -56,7 +56,7 @@ class OrderMoves:
         self.r = graph.recomputations
         m, codes = problem.num_microbatches, problem.codes
         self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
-        """Numbers of all B, and numbers of all W; the k-th B and the k-th W belong to the F with number k."""
+        """Numbers (see `OrderGraph`) of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
         self.measure()
 
     def measure(self) -> None:
@@ -75,7 +75,7 @@ class OrderMoves:
         return move._replace(end=move.first + len(move.part), part=replaced)
 
     def possible(self) -> Iterator[Move]:
-        """Yield the moves of operations on the critical path; the moves may exceed the memory limit of the rank."""
+        """Yield the moves of operations on the critical path; after a move, the rank may exceed its memory limit."""
         for stretch in self.graph.critical_stretches():
             for source, target in self._out_of(stretch):
                 if self._keeps_dependencies(stretch.rank, source, target):
@@ -181,9 +181,9 @@ class _Repair:
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
-        """The F that drops its activations before the move and keeps them after the move; None without such an F."""
+        """The F that drops its activations before the move and keeps them afterwards; None if the move removes no R."""
         self._new_drops: set[int] = set()
-        """Numbers of the F that keep their activations before the move and drop them after the move."""
+        """The F that keep their activations before the move and drop them afterwards, as in `OrderGraph.dropped`."""
         self._b, self._w, self._r = moves.b, moves.w, moves.r
         repairs = [self._place_weight_gradient, self._drop]
         self._repairs = repairs[::-1] if drops_first else repairs[: 1 + moves.may_drop]

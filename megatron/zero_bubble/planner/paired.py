@@ -28,11 +28,11 @@ class PairPolicy:
     caps: tuple[int, ...]
     """Rank -> limit on microbatches in flight, summed over chunks; at this limit the rank runs F only in pairs."""
     patience: float = 1.0
-    """Longest wait of a ready F or B for the other operation of a pair, as a multiple of the time of a B."""
+    """Longest time for which a ready F or B waits until it can run in a pair, as a multiple of the duration of a B."""
     weights: GapRule = GapRule.BALANCED
     """Whether a W may run in an idle gap that is shorter than the W."""
     fuses: bool = False
-    """Whether W runs inside a pair if W takes less time in the pair than alone."""
+    """Whether W runs inside a pair if W takes less time in the pair than as a separate operation."""
 
 
 FEW = 4
@@ -72,13 +72,13 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try, which include True only if W is faster in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try: True only if a W takes less time inside some pair than separately."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
 
 def _hides_weights(problem: Problem, forward: int, backward: int) -> bool:
-    """Whether the W of stage number `backward` takes less time in a pair with the F of stage `forward` than alone."""
+    """Whether the W of stage `backward` takes less time in a pair with the F of stage `forward` than separately."""
     costs = problem.costs
     added = costs.time_of_pair(forward, OpKind.PBW, backward) - costs.time_of_pair(forward, OpKind.PB, backward)
     return added < costs.time_w[backward] * (1 - 1e-9)
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of the kind `first` with the next operation if kind and microbatch of the two differ."""
+    """Pair each operation of the kind `first` with the next operation, if the two differ in kind and in microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -130,7 +130,7 @@ def _named(problem: Problem) -> Iterator[Schedule]:
 
 
 class _PairedRanks(EventLoop):
-    """A scheduling policy that runs pairs of F and B, coded as `codes.end + stage of F * num_stages + stage of B`."""
+    """A scheduling policy that runs pairs. A pair has the code `codes.end + stage of F * num_stages + stage of B`."""
 
     def __init__(self, problem: Problem, policy: PairPolicy) -> None:
         super().__init__(problem)
@@ -194,7 +194,7 @@ class _PairedRanks(EventLoop):
             stages: stages of the rank in order of preference; this order decides between operations that can start at
                 the same time.
             now: current time.
-            first: code of the operation of that kind on stage 0 (see `Codes`).
+            first: first code of the kind, which is the code of the kind's operation on stage 0 (see `Codes`).
         """
         ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
         when, place = min(ready)

@@ -13,17 +13,17 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Weight of unequal work of the stages in `Balance.time`, which is the estimate times `1 + STAGES_WEIGHT * u +
-HOLDING_WEIGHT * v`; u is the `_unevenness` of the stages' work, and v is the `_unevenness` of the ranks' memory."""
+"""`Balance.time` is `Balance.estimate` times `1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`; u is the `_unevenness` of
+the stages' work, and v is the `_unevenness` of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
-"""Weight of unequal memory of the ranks in `Balance.time` (see the formula at `STAGES_WEIGHT`)."""
+"""Weight of the `_unevenness` of the ranks' memory in `Balance.time` (see the formula at `STAGES_WEIGHT`)."""
 ALIKE = 1.005
 """Plans that take at most `ALIKE` times as long as the fastest plan count as equally fast, because measured costs have
-errors. Among these plans, the plan with the most even partition is chosen."""
+errors. Among equally fast plans, the plan with the most even partition is chosen."""
 
 
 class Balance:
-    """Estimates the time of a partition of a model without planning its schedule.
+    """Estimates the time of an iteration with a partition of a model, without planning a schedule.
 
     Args:
         model: costs of the units of the model.
@@ -108,7 +108,7 @@ class Balance:
         return load.index(max(load))
 
     def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
-        """Rank -> end time of the rank without idle time; `works` gives each stage's work for one microbatch."""
+        """Rank -> time at which the rank ends if it never idles; `works` gives each stage's work for one microbatch."""
         starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
         return [
             starts[stages[0]]
@@ -148,7 +148,7 @@ class Balance:
 
 
 def _unevenness(values: Sequence[float]) -> float:
-    """The mean of the squared values divided by the square of their mean; 1 if all values are equal."""
+    """The mean of the squares of `values`, divided by the square of the mean of `values`; 1 if all values are equal."""
     total = sum(values)
     return len(values) * sum(map(mul, values, values)) / total**2 if total > 0 else 1
 
@@ -163,7 +163,7 @@ class _Sums:
     def equal_shares(self, num_stages: int) -> list[int]:
         """Stage -> number of layers up to the end of the stage.
 
-        The stages end so that the sum of costs over the units of a stage is nearly equal for all stages.
+        The stages are divided so that the sum of costs over the units of a stage is nearly equal for all stages.
         """
         first, last = self._ends
         total = first + self._before[-1] + last
@@ -242,7 +242,7 @@ def moves_from(
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions after a move of one layer that take at most `tolerance` times as long as `partition`, best first."""
+    """Partitions with one layer moved that take at most `tolerance` times as long as `partition`, best first."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)

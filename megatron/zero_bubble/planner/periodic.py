@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Ratios of microbatches to ranks to try for the shorter schedule; with 4, most ranks reach the steady state."""
+"""Numbers of microbatches per rank to try in the shorter schedule; with 4, most ranks reach the steady state."""
 MOST_DISPLACED = 0.1
 """A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16
@@ -28,7 +28,7 @@ NUM_CUTS = 16
 NUM_SIMULATED = 3
 """Number of periods that are simulated: the most regular periods that fit in memory."""
 NUM_CHECKED = 24
-"""Number of the most regular periods whose peak memory is compared with the memory limits."""
+"""Number of periods whose peak memory is compared with the memory limits: the most regular periods."""
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:

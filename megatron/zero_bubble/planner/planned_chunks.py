@@ -37,10 +37,10 @@ RULES = (
 STEEPNESS = (0.75, 0.82, 0.88, 1)
 """Fractions x to try: the limit on microbatches in flight falls from n on rank 0 to n - x (n - 1) on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
-"""Largest number of group sizes that are tried regardless of the budget while no plan fits in memory."""
+"""Number of group sizes that are tried even after the budget is spent, as long as no plan fits in memory."""
 
 FAR = 1.25
-"""If a group size's plan takes more than this factor times the best time, sizes further from the first are skipped."""
+"""The search stops in a direction (smaller or larger group sizes) if a plan takes over `FAR` times the best time."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -190,7 +190,7 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 
 def _filling_slope(problem: Problem) -> float:
-    """The slope (see `_slopes`) with which the warmup of rank 0 fills its memory."""
+    """The slope (see `_slopes`) with which the activations of the warmup fill the memory of rank 0."""
     each = problem.whole_memory[0] / problem.placement.num_chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
 
@@ -198,7 +198,7 @@ def _filling_slope(problem: Problem) -> float:
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
     """For one chunk per rank, yield limits on microbatches in flight that fall from the first rank to the last.
 
-    On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep these ranks
+    On ranks near the last stage, B follows F sooner, so that more microbatches in flight would not keep these ranks
     busier.
     """
     size = problem.num_stages
@@ -211,7 +211,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
-    """For several chunks per rank, yield as limits the numbers of microbatches in flight in `alternating_orders`."""
+    """For several chunks per rank, yield the largest numbers of microbatches in flight in `alternating_orders`."""
     for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 

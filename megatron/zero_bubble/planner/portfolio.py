@@ -26,9 +26,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 
 NUM_PLANS = 3
-"""Number of the best plans on which the local search spends most of its budget."""
+"""Number of best plans on which the local search spends at least half of its budget."""
 MOST_PLANS = 25
-"""Largest number of plans that are kept, because local searches from a few best plans often end in the same plan."""
+"""Largest number of kept plans, which is large because local searches from a few plans often end in the same plan."""
 FEW_MOVES = 40
 """Least number of moves that the local search tries on each plan before it focuses on the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
@@ -153,15 +153,15 @@ class Portfolio:
         self.offer(run_in_order(self.problem, orders))
 
     def ensure_plan(self) -> None:
-        """If there is no plan, keep the plan that runs one microbatch at a time, which fits in all feasible limits."""
+        """If there is no plan, keep the plan with one microbatch at a time, which fits in memory if any plan fits."""
         if not self.plans:
             self.in_order(one_by_one(self.problem))
 
     def insert_shards(self, search: Callable[[Problem], Portfolio]) -> None:
         """Plan without vocabulary shards by calling `search`, insert operations on shards, and keep the best plans.
 
-        The method does nothing if the problem has no vocabulary shards or a budget of zero. Operations on vocabulary
-        shards delay the backwards, so that one more microbatch is in flight.
+        The method does nothing if the problem has no vocabulary shards or if its budget is zero. Operations on
+        vocabulary shards delay the backwards, so that one more microbatch is in flight.
         """
         problem = self.problem
         if not problem.has_shards or problem.budget == 0:
@@ -282,7 +282,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
     A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of operations on shards added
     to the time of W. If the simulated schedule exceeds the memory limits or takes longer than `shortest`, the schedule
-    is left out. Inserting operations on shards would only add idle time and microbatches in flight.
+    is left out, because inserting operations on shards only adds idle time and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -293,7 +293,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
     """The fastest schedule by the measure that the problem asks for: the longest span of a rank, or the makespan.
 
-    Of two schedules that are equal by this measure, the schedule with the smaller value of the other measure is faster.
+    The makespan decides between equal longest spans, and the longest span decides between equal makespans.
     """
     schedules = list(schedules)
     if len(schedules) == 1:

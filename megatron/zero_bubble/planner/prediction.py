@@ -71,7 +71,7 @@ class Prediction:
     profile: Profile
     schedule: Schedule
     recompute: Recompute = Recompute.NONE
-    """Recomputation of the run, and of the 1F1B schedule with which the run's schedule is compared."""
+    """Which microbatches of the run have an R. The baseline, 1F1B, recomputes only with `Recompute.FULL`."""
     megatrons: MegatronsTime | None = None
     """Time of a step of megatron-core's own schedule; None to predict it from the costs of the run's layout."""
     lengths: tuple[float, ...] = ()

@@ -24,9 +24,9 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LONG = 30_000
-"""Number of operations above which few candidates are tried, without local search, until one is `CLOSE`."""
+"""A problem with more operations than `LONG` is long: few candidates are tried, without a local search."""
 CLOSE = 5e-4
-"""A plan of a long problem (see `LONG`) is good enough within this relative distance from the lower bound."""
+"""The search in a long problem (see `LONG`) ends at a plan within this relative distance from the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Problem:
     budget: int = EFFORT
     """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
     spread: float = 0.0
-    """Half the interquartile range of a duration divided by its median, as in `PlanRequest`."""
+    """Half the interquartile range of an operation's duration, divided by the median, as in `PlanRequest`."""
     time_between: float = 0.0
-    """Additional time between two operations of a rank, as in `PlanRequest`."""
+    """Additional time between two successive operations of a rank, as in `PlanRequest`."""
 
     @classmethod
     def of(cls, request: PlanRequest, limits: Limits) -> Problem:
@@ -166,12 +166,12 @@ class Problem:
 
     @cached_property
     def delay(self) -> float:
-        """Least time between F and B of the last stage: with vocabulary shards the time of softmax and loss, else 0."""
+        """Least time between F and B of the last stage: `shortest_delay` with vocabulary shards, 0 without them."""
         return shortest_delay(self.costs) if self.has_shards else 0.0
 
     @cached_property
     def num_delayed(self) -> int:
-        """Number of additional microbatches in flight on a rank, because the last stage waits for softmax and loss."""
+        """Number of microbatches that are additionally in flight while the last stage waits for softmax and loss."""
         return ceil(self.delay / (max(self.work) / self.num_microbatches) - 1e-9)
 
     @property

@@ -74,7 +74,7 @@ class PlanRequest:
         memory_limit: memory of a rank for activations, in the unit of the costs, as one value for all ranks or one
             value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
-            costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
+            costs; None for no limit. A capacity needs `ModelCosts`; `StageCosts` lacks the memory of model states.
         usual_capacity: a larger capacity, for the layout `usual` only; None if `capacity` holds for all layouts.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
             placements; None to choose the size. If a schedule is not planned from costs and `group_size` is None, a
@@ -85,14 +85,14 @@ class PlanRequest:
         takes_makespan: whether candidate schedules of a layout are compared by their makespan, and not by the longest
             span of a rank. Published bubble rates are computed from the longest span of a rank. If the optimizer step
             waits for all ranks, the time of an iteration is the makespan. Candidates with planned recomputation are
-            always compared by their makespan; without post-validation, so are candidates for interleaved placements.
-            With post-validation, `takes_makespan` has no effect.
+            always compared by their makespan. Without post-validation, candidates for interleaved placements are always
+            compared by their makespan. With post-validation, `takes_makespan` has no effect.
         pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
             tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
         host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
-        spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
-            compared by their expected times.
+        spread: half the interquartile range of an operation's duration, divided by the median. With a spread above
+            zero, plans are compared by their expected times.
         time_between: time that passes between two successive operations of a rank. Only the expected time of a step
             includes the time between operations; the simulated time does not.
         effort: number of operations to plan for a placement, summed over all candidate schedules; a few candidates are

@@ -1,4 +1,4 @@
-"""Chooses into how many groups of layers each stage divides its recomputation, within a memory limit."""
+"""Chooses numbers of layer groups in which the stages recompute their activations, within the memory limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
-"""Several groups of layers are tried on ranks with memory for less than this number of whole microbatches."""
+"""Several layer groups are tried on ranks that cannot keep all activations of this number of microbatches."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""

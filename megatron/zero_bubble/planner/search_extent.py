@@ -8,25 +8,25 @@ from megatron.zero_bubble.planner.request import QUICK_EFFORT, PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
 
 PROMISING = 1.05
-"""A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
+"""A layout is planned with more effort if its plan takes at most `PROMISING` times as long as the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, for two chunks per rank; more layouts are tried."""
+"""Largest number of F, B and W, for two chunks per rank, of a problem that counts as small (see `Extent.is_small`)."""
 _LARGE = 5000
 """Smallest number of F, B and W, for two chunks per rank, at which a search above `QUICK_EFFORT` has only one round."""
 _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
-"""Largest number of F, B and W summed over the further partitions of a layout; at least one partition is planned."""
+"""Largest number of F, B and W planned for a layout after its first partition; at least one partition more is tried."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The numbers of layouts that a search plans.
+    """How many layouts a search plans, and with how much effort.
 
     Attributes:
         rounds: (number of layouts, largest effort for each layout) of each round of planning.
         promising: a layout is planned with more effort if its plan takes at most `promising` times the shortest time.
-        num_moved: number of best plans whose layers are moved to other stages.
+        num_moved: largest number of plans, the best first, whose layers are moved to other stages.
         worth_moving: layers of a layout are moved to other stages if its plan takes at most `worth_moving` times the
             shortest time.
         is_small: whether the problem is small, so that plans that differ only in recomputation count as different.
@@ -45,7 +45,7 @@ _QUICK_OF_SMALL = replace(_OF_SMALL, rounds=((12, 5_000), (3, 25_000)))
 
 
 def extent_of(request: PlanRequest) -> Extent:
-    """The numbers of layouts that a search plans for a request; fewer layouts are planned for larger problems."""
+    """The extent of the search for a request; fewer layouts are planned for larger problems."""
     num_operations = 6 * request.num_ranks * request.num_microbatches
     if num_operations <= _SMALL:
         return _QUICK_OF_SMALL if request.effort <= QUICK_EFFORT else _OF_SMALL

@@ -27,12 +27,12 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 50
-"""Least budget of the local search per operation of the schedule; a budget below `EFFORT` reduces it in proportion."""
+"""Least budget of the local search per operation of the schedule; reduced in proportion for a budget below `EFFORT`."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """Pairs (share, decrease) for limits on microbatches in flight in chunk 0: the limit of rank 0 is `share` times the
-number that fits in memory, and the limit of each next rank is `decrease` lower."""
+number that would fit in memory without chunk 1, and the limit of each next rank is `decrease` lower."""
 NUM_SPARSE = 4
 """Number of building blocks to try for each number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
@@ -42,7 +42,7 @@ NUM_VARIATIONS = 150
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
-"""Number of the best building blocks that are varied."""
+"""The search varies this number of building blocks, the best ones so far."""
 RULE_VARIES = 0.15
 """Probability that a varied building block is tried with a random `GapRule` instead of its own `GapRule`."""
 

@@ -86,7 +86,7 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
 
 
 _RUN_AHEAD = 8
-"""Largest number of posted messages that a GPU has not reached; with 8, the GPU has work while the process waits."""
+"""Largest number of messages posted ahead of the GPU; with 8, the GPU has work while the process waits."""
 
 
 class RunAhead:
@@ -120,8 +120,8 @@ class TorchCommunicator:
         placement: assigns stages to ranks, and so determines which ranks exchange messages.
         device: device of the messages.
         timeout: time after which a send or receive fails if the other rank does not take part.
-        connect: creates the process group of a channel on one of the channel's two ranks; by default, a
-            `ProcessGroupNCCL` or `ProcessGroupGloo`.
+        connect: function that creates a channel's process group, called on both ranks of the channel; by default the
+            process group is a `ProcessGroupNCCL` or `ProcessGroupGloo`.
     """
 
     def __init__(

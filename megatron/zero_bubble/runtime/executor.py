@@ -184,7 +184,7 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`."""
+        """Run a forward and a backward as one operation, or in sequence if the stage has no `forward_backward`."""
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._backward_inputs(stage, backward)
         self._begin(forward)

@@ -18,8 +18,8 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank then raises the error of
-            `action`, so that no rank waits for a failed rank. If `action` fails on several ranks, every rank raises the
+        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises the failed rank's
+            error, so that no rank waits for the failed rank. If `action` fails on several ranks, every rank raises the
             error of the lowest failed rank.
     """
     outcome, error = attempt(action)

@@ -21,11 +21,11 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 _IDLE_TRIPS = 7
-"""Number of round trips between idle ranks; the time of a message is half of the median round-trip time."""
+"""Number of round trips between idle ranks; a message between idle ranks takes half of the median round-trip time."""
 _BUSY_TRIPS = 16
-"""Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
+"""Number of messages that each rank sends while it computes; the times of these messages are averaged."""
 _COLLECTIVES = 16
-"""Number of measured collectives; in a pipeline with more than `_COLLECTIVES` ranks, one collective for each rank."""
+"""Smallest number of measured collectives; a pipeline with more ranks than that measures one collective per rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -33,7 +33,7 @@ _PRODUCTS = 1000
 def measure_edges(
     communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec, *, while_computing: bool = True
 ) -> dict[int, float]:
-    """Measure the time in milliseconds of a message between each stage of this rank and the adjacent stages.
+    """Measure how many milliseconds a message takes between each stage of this rank and the adjacent stages.
 
     `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` connects stages `s` and `s + 1`. The
     result has no entry for an edge between two stages of the same rank. Edges between the same two ranks share one
@@ -56,7 +56,7 @@ def measure_edges(
 
 
 def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
-    """Measure the time in milliseconds of a message between this rank and `peer`, which makes the same call."""
+    """Measure how many milliseconds a message takes between this rank and `peer`, which makes the same call."""
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     trips: list[float] = []
     waits: list[float] = []

@@ -16,12 +16,12 @@ def size_of(item: Any) -> MicrobatchSize | None:
     """Return the size of a microbatch, or None if the microbatch has no field that determines the size.
 
     The lengths of packed sequences come from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`,
-    padding is not part of the size. With neither `cu_seqlens` nor a two-dimensional mask, the size is the shape
-    `[batch, sequence]` of the first tensor of token ids.
+    padding is not part of the size. With neither `cu_seqlens` nor a two-dimensional mask, the shape `[batch, sequence]`
+    of the first tensor of token ids determines the size.
 
     Args:
-        item: the data of the microbatch, either a sequence of tensors or a mapping whose keys are names from Megatron
-            (such as `tokens`) or from Hugging Face (such as `input_ids`).
+        item: the data of the microbatch: a tensor, a sequence of tensors, or a mapping whose keys are names from
+            Megatron (such as `tokens`) or from Hugging Face (such as `input_ids`).
     """
     if isinstance(item, torch.Tensor):
         item = [item]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
 _MOST_STEPS = 1000
-"""Number of steps whose times are kept if `StepObserver.take_mean` is not called."""
+"""Largest number of steps whose times are kept until the next call of `StepObserver.take_mean`."""
 
 
 class StepObserver:

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 SMALLEST = 4096
 """Size in bytes of the smallest storage that is copied to the host; smaller storages stay on the device."""
 _SAMPLES = 256
-"""Number of the most recent copies whose times are kept, for each kind of copy and each model chunk."""
+"""Largest number of recent copies whose times are kept, for each kind of copy and each model chunk."""
 
 
 class OffloadStore:

@@ -10,7 +10,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import ScheduleError, StageCosts
 
 SMALL_GAIN = 1.05
-"""Predicted speedup over megatron-core's order below which a run also tries megatron-core's order."""
+"""A run also tries megatron-core's order if the predicted speedup of the planned order is below this factor."""
 WORTHWHILE = 1.005
 """Least speedup at which a new plan replaces the current plan, and at which a trial keeps the planned order."""
 
@@ -19,15 +19,15 @@ WORTHWHILE = 1.005
 class OrderTrial:
     """A trial of megatron-core's own order for a few steps, after which the run continues with the faster order.
 
-    The planned order runs before and after megatron-core's order, so that a slow change of the machine's speed favours
-    neither order.
+    The planned order runs before and after megatron-core's order, so that a gradual change of the machine's speed
+    favors neither order.
 
     Attributes:
         num_microbatches: number of microbatches in each step before the trial.
         own: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
-        span_before: milliseconds of a step in the planned order, before the trial.
-        own_span: milliseconds of a step in megatron-core's own order; None before the measurement.
+        span_before: mean duration of a step in the planned order before the trial, in milliseconds.
+        own_span: mean duration of a step in megatron-core's own order, in milliseconds; None before the measurement.
         own_costs: the measured costs of the stages in megatron-core's own order; None before the measurement.
     """
 
@@ -41,7 +41,7 @@ class OrderTrial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The measured milliseconds of a step in the planned order and in megatron-core's own order."""
+    """The measured step times in milliseconds, in the planned order and in megatron-core's own order."""
 
     own_name: str
     own_span: float
@@ -55,8 +55,8 @@ class TrialResult:
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
         """Predict the step time in megatron-core's own order.
 
-        The prediction is the product of `milliseconds`, the predicted step time in the planned order, and a ratio: the
-        measured step time in megatron-core's own order, divided by the measured step time in the planned order.
+        The prediction is `milliseconds` (the predicted step time in the planned order) times `own_span / planned_span`,
+        the ratio of the measured step times.
         """
         own = milliseconds * self.own_span / self.planned_span
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
@@ -71,7 +71,7 @@ def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
 
     Returns:
         The schedules. The result is None if the plan's schedule was read from a file, if megatron-core has no order for
-        the layout, or if megatron-core's order exceeds the plan's memory limit.
+        the layout and the number of microbatches, or if megatron-core's order exceeds the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
     if plan.given is not None or request is None:

@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 _LEAST_GAIN = 0.02
-"""Share of the time of F and B, run one after the other, below which the time saved by a pair counts as zero."""
+"""The time that a pair saves counts as zero below this fraction of the time that F and B take as two operations."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """(model chunk, kind of operation) -> milliseconds of one operation."""
@@ -27,10 +27,10 @@ _Times = Mapping[tuple[int, OpKind], float]
 class PairTime(NamedTuple):
     """Durations of the pairs of F and B that contain an operation of a given chunk.
 
-    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` adds
-    up the usual duration of each type of pair, in milliseconds. `apart` adds up the usual durations of the same F and
-    B, run one after the other. `hidden` is the share (0 to 1) of the token-exchange time that overlaps with
-    computation, averaged over the types of pairs.
+    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` is
+    the usual duration of a pair in milliseconds, summed over the types of pairs. `apart` is the usual duration of F and
+    B as two operations in milliseconds, summed over the types of pairs. `hidden` is the time for which token exchanges
+    overlap with computation, as a fraction of the longest possible overlap, averaged over the types of pairs.
     """
 
     hidden: float = 0.0
@@ -42,7 +42,7 @@ NO_PAIRS = PairTime()
 
 
 def _hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the share (0 to 1) of a pair's token-exchange time that overlaps with the pair's computation."""
+    """Return a pair's overlap of token exchanges with computation, as a fraction of the longest possible overlap."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0

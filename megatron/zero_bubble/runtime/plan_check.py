@@ -12,11 +12,11 @@ from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
-"""Relative difference between measured and planned time of an operation above which the costs are corrected."""
+"""A difference of at most this fraction between the measured and the planned time of an operation is ignored."""
 SPAN_TOLERANCE = 0.02
-"""If a step takes longer than simulated by more than this share, the times of messages are corrected."""
+"""If a measured step time exceeds the simulated time by more than this fraction, message times are corrected."""
 _MATTERS = 0.02
-"""Share of a microbatch's computing time below which a difference between planned and measured times is ignored."""
+"""A difference between planned and measured times is ignored below this fraction of a microbatch's time per stage."""
 _PARTS = 1024
 """Number of equally spaced candidates for the time that is added to every message, among which a bisection chooses."""
 
@@ -124,6 +124,6 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of any stage's computing time (the sum of the times of F, B, W and R)."""
+    """Return the largest relative change of any stage's computing time: F, B, W, R and operations on shards."""
     before, after = (map(add, map(costs.work, range(costs.num_stages)), costs.time_r) for costs in (old, new))
     return max(abs(now / then - 1.0) for then, now in zip(before, after, strict=True))

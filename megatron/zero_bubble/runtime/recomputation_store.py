@@ -24,7 +24,7 @@ class ForwardMode(Enum):
     """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""
     DROP = "drop"
     """Drop all activations but the block's input, pass the recomputation to `RecomputationStore.put`, and run the
-    block's backward in the context that `put` returns."""
+    block's backward in a context from the function that `put` returns."""
 
 
 class RecomputationStore:
@@ -35,9 +35,9 @@ class RecomputationStore:
     layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
-    blocks. If a microbatch has no R, its F keeps the activations of the last group. B restores the activations of each
-    earlier group of blocks right before the group's backward. B also computes the weight gradients of all groups of
-    blocks except the first, so that the activations of at most one group are in memory at a time.
+    blocks. If a microbatch has no R, its F keeps the activations of the last group. B restores the activations of every
+    group of blocks but the last, each group right before its own backward. B also computes the weight gradients of all
+    groups of blocks except the first, so that the activations of at most one group are in memory at a time.
     """
 
     def __init__(self) -> None:
@@ -128,9 +128,9 @@ class _Blocks:
         self._usual_number = usual_number
         self._has_r = has_r
         self._dropped: dict[int, Recomputation] = {}
-        """Number of a block -> its recomputation; an entry is removed when the recomputation runs."""
+        """Index of a block -> its recomputation; an entry is removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """(number of the block whose backward runs, number of W deferred earlier in B); None between two blocks."""
+        """(index of the block whose backward runs, `num_put` at the start of the backward); None between two blocks."""
         self.number = 0
         """Number of blocks that the F has run so far."""
 

@@ -48,7 +48,7 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU. Marks are CUDA events on the current stream, so that the process never waits for the GPU.
+    """A clock for a GPU. A mark is a CUDA event, which the process records on the current stream without waiting.
 
     CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day. To keep
     a higher resolution, the clock adds up the times between successive marks in a Python float.
@@ -91,9 +91,9 @@ class MeasuredOp:
 
     `held` is the number of bytes by which the operation changed the memory in use; None if memory was not measured.
     `inside` is the operation's temporary memory in bytes: the peak of the memory in use during the operation, minus the
-    memory in use before or after the operation, whichever is larger. `exchanged` is the time in seconds for which
-    experts exchanged tokens during the operation. `within` contains (kind, seconds) of each kind of work, R or W, that
-    ran as a part of the operation.
+    larger of the memory in use before and after the operation. `exchanged` is the time in seconds for which experts
+    exchanged tokens during the operation. `within` contains (kind, seconds) of each kind of work, R or W, that ran as a
+    part of the operation.
     """
 
     op: Op
@@ -114,7 +114,7 @@ class MemoryMeter(Protocol):
         """Return the change of memory since `begin`, in bytes."""
 
     def close(self) -> None:
-        """Stop measuring; after an operation that failed, `end` is not called."""
+        """Stop measuring; if an operation fails, `close` is called and `end` is not called."""
 
     @property
     def inside(self) -> int:
@@ -139,7 +139,7 @@ class OpRecorder:
         """Operations that ran as one, and their `MeasuredOp.held` and `MeasuredOp.inside`."""
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """(number of the operation, kind, mark at the start, mark at the end) of each part; see `timed_within`."""
+        """(index in `_ops`, kind, start mark, end mark) of each part of an operation; see `timed_within`."""
 
     def begin(self, op: Op) -> None:
         """Record that the inputs of `op` have arrived and that `op` starts to compute."""
@@ -257,5 +257,5 @@ class PipelineTime(NamedTuple):
 
 
 def idle_share(steps: Sequence[StepTime]) -> Idle:
-    """Compute the idle share of a pipeline from the step times of all ranks, with the same formula as `simulate`."""
+    """Compute the idle share of a pipeline from the step times of all ranks, with the formula of `Timeline.idle`."""
     return Idle.of([step.span for step in steps], [step.work for step in steps])

@@ -37,7 +37,7 @@ _DRIFT_STEPS = 20
 CHECK_AFTER = 8
 """Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
-"""Number of first steps of a new plan that do not count when the plan is compared with measured times."""
+"""Number of steps at the start of a new plan that are left out when the plan is compared with measured times."""
 
 
 class Replanner:
@@ -101,7 +101,7 @@ class Replanner:
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if there is a profile that was not yet used to plan for `num_microbatches`, else None.
+        """Return a new plan from a profile not yet used for `num_microbatches`, or None if the run keeps its plan.
 
         `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
         depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
@@ -193,8 +193,8 @@ class Replanner:
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
         """Correct the costs with measured times, and plan again from the corrected costs.
 
-        The result is a tuple: the new plan (None if the new plan is not faster), and the expected milliseconds of a
-        later step.
+        The result is a tuple: the new plan (None if the run keeps its plan), and the expected duration of a later step
+        in milliseconds.
         """
         old, running = self._known_profile(), self._current.schedule(num_microbatches)
         measured = self._measure(num_microbatches, statistics.fmean)

@@ -14,7 +14,7 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.recorder import Clock
 
 _MOST_ITERATIONS = 1000
-"""Number of iterations whose marks are kept if `ReplicaWaits.take` is not called."""
+"""Largest number of iterations whose marks are kept until the next call of `ReplicaWaits.take`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ReplicaWaits:
         self._marks.append(self._clock.mark())
 
     def end_iteration(self, group_size: int) -> None:
-        """End an iteration in which groups of `group_size` consecutive replicas waited for each other."""
+        """End an iteration; each replica waited for the others in its group of `group_size` consecutive replicas."""
         self._iterations.append((self._marks, group_size))
         self._marks = []
 
@@ -80,7 +80,7 @@ def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> 
 
     Args:
         spent: for each replica, the seconds that the replica spent in reductions in each iteration.
-        group_sizes: for each iteration, the size of the groups of consecutive replicas that waited for each other.
+        group_sizes: for each iteration, the size of a group: consecutive replicas that waited for each other.
     """
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):

@@ -221,8 +221,8 @@ def _differ(value: Any, other: Any) -> bool:
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Inside the `with` block, replace the settings of parameter groups by the `settings` of an earlier step.
 
-    A setting whose value equals the value in the earlier step is neither replaced nor restored, because the optimizer
-    may change the setting inside the `with` block.
+    A setting whose value equals the value in the earlier step is neither replaced nor restored, so that a change of
+    the setting by the optimizer inside the `with` block is kept.
     """
     replaced = []
     for group, earlier in zip(groups, settings, strict=True):

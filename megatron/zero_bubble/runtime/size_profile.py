@@ -77,7 +77,7 @@ class SizeProfile:
         """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each rank.
 
         Args:
-            usual: the costs of the mean microbatch, from which costs without samples are derived.
+            usual: the costs of a microbatch of mean size, from which costs without samples are derived.
             gather: returns the samples of all ranks.
 
         Returns:
@@ -91,7 +91,7 @@ class SizeProfile:
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
-    """Fit a curve to the samples of each stage and kind of operation; BW counts half as B and half as W.
+    """Fit a curve for each stage and kind of operation; if B and W have no samples, each gets half of the curve of BW.
 
     A cost for which a stage has no samples is proportional to the number of tokens.
     """
@@ -142,7 +142,7 @@ def _curves_by_result(samples: Mapping[OpKind, _Points]) -> dict[OpKind, Curve]:
 def _fit(samples: _Points) -> Curve:
     """Return the least-squares curve whose coefficients all have the same sign.
 
-    A curve with fewer terms is preferred if the curve fits the samples nearly as well.
+    A curve with fewer terms is preferred if it fits the samples nearly as well as a curve with more terms.
     """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])

@@ -35,7 +35,7 @@ class Stage(Protocol):
         """
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on, because the backward needs only the output's autograd node.
+        """Free the values of an output passed to the next stage; the backward needs only the output's autograd node.
 
         A stage need not implement `release_output`.
         """

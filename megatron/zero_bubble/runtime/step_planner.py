@@ -60,7 +60,7 @@ class OrderTimes:
     num_late: int = 0
     """Number of steps that ran in an earlier step's order because their plan was late; not counted in `num_steps`."""
     num_in_less_memory: int = 0
-    """Number of steps that ran a schedule for less memory because their microbatches did not fit in memory."""
+    """Number of steps that ran a schedule that needs less memory than the run's own schedule."""
 
 
 class StepDecision(NamedTuple):
@@ -69,9 +69,9 @@ class StepDecision(NamedTuple):
     sizes: list[MicrobatchSize] | None
     """Sizes of the microbatches in the order of the data; None if any size is unknown."""
     places: tuple[int, ...]
-    """For each position in the schedule, the number of the microbatch in the data."""
+    """For each position in the schedule, the index of the microbatch of the data that runs at this position."""
     level: int = 0
-    """0 if the step runs the run's own schedule; a higher level is a schedule for less memory (see `plan_step`)."""
+    """0 for the run's own schedule; at a higher level, the schedule needs less memory (see `plan_step`)."""
     schedule: Schedule | None = None
     """The schedule that needs less memory than the run's own schedule; None if the step runs the run's own schedule."""
     order: MicrobatchOrder | None = None
@@ -224,7 +224,7 @@ class StepPlanner:
         `after_step` is a collective call of the whole job.
 
         Args:
-            usual: returns the costs of the mean microbatch.
+            usual: returns the costs of a microbatch of mean size.
         """
         if step in self._fits_after:
             self._observer.flush()

@@ -22,10 +22,10 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def new_range() -> Range:
-    """Choose a kind of profiler range: a range of torch while torch's profiler runs, else an NVTX range on a GPU.
+    """Choose a kind of profiler range: `record_function` while torch's profiler runs, else an NVTX range on a GPU.
 
-    NVTX ranges are for Nsight Systems, and take no time. A range of torch takes as much time as the executor's own work
-    for an operation, even if torch's profiler is off.
+    NVTX ranges are for Nsight Systems, and take no time. `record_function` takes as much time as the executor's own
+    work for an operation, even if torch's profiler is off.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function
@@ -82,8 +82,8 @@ class StepProgress:
         """Return the index of the current operation, and whether its inputs have arrived. Thread-safe.
 
         If a recorder measures the step on a GPU, the result is the operation that the GPU has reached, because the
-        process runs ahead of the GPU. The GPU's operation is never a send or receive, because a recorder times only
-        computation.
+        process runs ahead of the GPU. The operation that the GPU has reached is never a send or receive, because a
+        recorder times only computation.
         """
         launched = self.position
         reached = self._recorder.num_reached() if self._recorder is not None else None

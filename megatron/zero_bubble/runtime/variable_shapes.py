@@ -49,7 +49,7 @@ def refuse_one_queue(device: torch.device, messages: str = "shapes that vary") -
     tensors, the second receive of a message waits in the queue for the first receive, and delays all later work.
 
     Args:
-        messages: the property of the messages that one queue does not allow, for the error message.
+        messages: describes the messages that need several queues; the first words of the error message.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(f"{messages} need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")

@@ -32,7 +32,7 @@ class Position:
     """Position of a rank in a step: at operation number `index` of the rank, or after the last operation."""
 
     call: int
-    """Number of calls of the forward-backward function so far, evaluations included; `step` counts only training."""
+    """Number of calls of the forward-backward function so far, for training steps and for evaluations."""
     step: int
     """Number of training steps begun since the job's start."""
     schedule: Schedule
@@ -119,7 +119,7 @@ class Watchdog:
         self._report, self._leave = report, leave
         self._host, self._device = host, own_device()
         self._pause = min(5.0, timeout / 10)
-        """Seconds between two checks; a report waits for the other ranks for at most two pauses and one second."""
+        """Seconds between two checks; a report waits for the other ranks for at most `2 * _pause + 1` seconds."""
         self._seen: Position | None = None
         self._seen_at = time.monotonic()
         self._closed = threading.Event()

@@ -32,8 +32,8 @@ class WeightGradStore:
 
     While a B runs inside the context `deferring()`, each layer passes the computation of its weight gradient to `put`.
     `flush` queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk.
-    `pop_by_parameter` runs several W, and computes all weight gradients of one parameter before it starts the next.
-    Outside of the context `deferring()`, a layer computes its weight gradient within the backward.
+    `pop_by_parameter` runs several W, and computes all weight gradients of one parameter before it starts with
+    the next parameter. Outside of `deferring()`, a layer computes its weight gradient within the backward.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -42,7 +42,7 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of calls of `flush` and `clear`, which is constant during the B of one microbatch."""
+        """Number of calls of `flush` and `clear` so far; constant during the B of one microbatch."""
         self.flushed_bytes = 0
         """Bytes of the tensors that the last flushed W holds; each storage counts once."""
 
@@ -83,7 +83,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue the weight gradients that `put` has collected since the last `flush` as the W of `microbatch`."""
+        """As the W of `microbatch`, queue the weight gradients that `put` has collected since the last `flush`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
@@ -99,7 +99,7 @@ class WeightGradStore:
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Return the bytes held by the current B's deferred weight gradients, without the `num_put` deferred first."""
+        """Return the bytes held by the weight gradients that the current B has deferred after the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 

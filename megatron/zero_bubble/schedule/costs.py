@@ -297,7 +297,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
-        """Kind -> cost on each stage: fields in the column `added` of `KINDS` minus fields in column `subtracted`."""
+        """Kind -> cost on each stage: sum of the fields in column `added` of `KINDS`, minus the sum in `subtracted`."""
         costs = {}
         for kind, facts in KINDS.items():
             if facts.message is None:

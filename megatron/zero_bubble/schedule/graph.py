@@ -35,7 +35,7 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The number s if the result is sent between stages s and s + 1; None if a collective carries the result."""
+    """The lower index of the stages that make and need the result; None if a collective carries the result."""
 
     @property
     def is_reduced(self) -> bool:
@@ -82,13 +82,14 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
 
 
 _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
-"""Place of a stage relative to an operation -> number of that stage minus number of the operation's stage."""
+"""Place relative to an operation's stage -> index of the stage at this place minus index of the operation's stage."""
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The numbers of the stages that the value `place` denotes for an operation in `stage`.
+    """The indices of the stages that the value `place` denotes for an operation in `stage`.
 
-    If `place` denotes the first or the last rank, `_stages_at` returns the stage of chunk 0 of this rank.
+    If `place` denotes ranks (the first, the last or all), `_stages_at` returns the stage of chunk 0 of each denoted
+    rank.
     """
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
@@ -113,7 +114,7 @@ def receive_before(placement: Placement, rank: int, op: Op) -> Op | None:
 
 
 def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
-    """The send for the result of `op`, a compute operation on `rank`; None if no other rank needs the result."""
+    """The send for the result of `op`, a compute operation on `rank`; None if no send carries the result."""
     return _if_remote(placement, rank, op, KINDS[op.kind].sends)
 
 

@@ -1,4 +1,4 @@
-"""Times of copies of activations between device and host, and passes that insert or remove these copies."""
+"""Simulated times of activation copies between device and host, and passes that insert or remove these copies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LinkTimes:
     """The host link of one rank: the link between its device and its host. The link runs one copy at a time, in the
     order in which the copies are queued.
 
-    A copy to the host is queued when F ends, and D (offload) waits for the end of this copy. The copy back to the
-    device is queued when the rank reaches H (reload), and the backward waits for the end of the copy back.
+    A copy to the host is queued when F ends, and D (offload) waits for the end of this copy. A copy to the device is
+    queued when the rank reaches H (reload), and the backward waits for the end of this copy.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts, rank: int) -> None:
@@ -102,7 +102,10 @@ def check_copies(schedule: Schedule, rank: int) -> None:
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """The given schedule without communication and without offload: every F keeps its activations on the device."""
+    """The given schedule without offload: every F keeps its activations on the device.
+
+    If the given schedule has offload, the returned schedule has no communication.
+    """
     return schedule.without(COPIES) if schedule.offloads else schedule
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value of a kind is its name; `KINDS` has all other properties of the kind."""
+    """The kind of an operation. The value of a kind is its name; `KINDS` has the properties of every kind."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
@@ -60,7 +60,7 @@ class OpKind(str, Enum):
     SOFTMAX = "SOFTMAX"
     """Reduction of softmax and loss over all ranks, and sum of the input gradients; the last rank gets the sum."""
     LOSS_GRAD = "LOSS_GRAD"
-    """Broadcast of the gradient of the loss, one number a token, to all ranks."""
+    """Broadcast of the gradient of the loss, one number per token, to all ranks."""
     EMBEDDED_GRAD = "EMBEDDED_GRAD"
     """Broadcast of the gradient of the first stage's input to all ranks."""
     STEP = "STEP"
@@ -102,9 +102,10 @@ class Need(NamedTuple):
     num_before: int = 0
     """Operations of microbatch k need the result of microbatch k - `num_before`; for VALIDATE, k is an iteration."""
     is_optional: bool = False
-    """Whether an operation needs the result only if its microbatch has an operation of kind `result` at `place`."""
+    """Whether the need holds only for microbatches that have an operation of kind `result` at `place`."""
     only_at: Place | None = None
-    """The only stage (first or last) whose operations need the result; None if all operations need the result."""
+    """The only stage (first or last) whose operations need the result; None if the operations of every stage need the
+    result."""
 
 
 class Message(NamedTuple):
@@ -113,7 +114,7 @@ class Message(NamedTuple):
     is_send: bool
     """Whether the operation for the message is a send; otherwise the operation is a receive."""
     neighbour: int
-    """Number of the peer's stage minus number of the stage that runs the send or receive: 1 or -1."""
+    """Index of the peer's stage minus index of the stage that runs the send or receive: 1 or -1."""
     other_end: OpKind
     """Kind of the operation that the peer runs for the message: a receive for a send, a send for a receive."""
 
@@ -174,11 +175,13 @@ class KindFacts:
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether the operation may run long before its rank's first forward; `Timeline.spans` leaves out the gap."""
+    """Whether the operation may run long before its rank's first forward; `Timeline.spans` leaves out the idle time
+    before this forward."""
     is_per_iteration: bool = False
-    """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
+    """Whether a rank runs the operation once per iteration; the operation's `Op.microbatch` is then the iteration's
+    index."""
     colour: str = ""
-    """Fill colour in drawings, from the palette of Okabe and Ito (2008) for colour-blind readers."""
+    """Fill colour in drawings, for most kinds from the palette of Okabe and Ito (2008) for colour-blind readers."""
     meaning: str = ""
     """Name of the kind of operation in the legend of drawings."""
     pytorch: str = ""

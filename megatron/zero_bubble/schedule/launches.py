@@ -20,21 +20,21 @@ class Stream:
         self.ranks = ranks
         """The ranks that take part in each message."""
         self.complete: list[float] = []
-        """Message number -> completion time of the message, for all messages before the first incomplete message."""
+        """Index of a message -> completion time, for all messages before the first incomplete message."""
         self.waiting: list[int] = []
         """The ranks that wait for the completion of the first incomplete message of the stream."""
         self._num_started: list[int] = []
-        """Message number -> number of ranks that have started their send, receive or collective for the message."""
+        """Index of a message -> number of ranks that have started their send, receive or collective for the message."""
         self._last_start: list[float] = []
-        """Message number -> latest start so far of a send, receive or collective for the message."""
+        """Index of a message -> latest start so far of a send, receive or collective for the message."""
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """Start one rank's part of a message; return whether all ranks of the message have started their parts.
+        """Start a message on one rank; return whether the message has started on all of its ranks.
 
         Args:
-            index: number of the message on the stream.
-            start: time at which the rank starts its part of the message.
-            time: duration of the message after all of its ranks have started their parts.
+            index: index of the message on the stream.
+            start: time at which the message starts on the rank.
+            time: duration of the message after it has started on all of its ranks.
         """
         if index == len(self._num_started):
             self._num_started.append(1)
@@ -88,8 +88,8 @@ class StreamLaunch(NamedTuple):
     computes: bool
     """Whether the launch is a computation on the compute stream, and not a send, a receive or a collective."""
     indices: dict[int, int]
-    """Microbatch -> number of the computation's input message on the stream of the message. A microbatch is in this
-    mapping from the posting of its input message until its computation runs."""
+    """Microbatch -> index, on its stream, of the message that brings the input of the computation. A microbatch is in
+    this mapping from the posting of its input message until its computation runs."""
 
 
 class Host:
@@ -99,12 +99,12 @@ class Host:
         self.schedule, self.rank, self.ops = streams.schedule, rank, streams.schedule.ops[rank]
         self.streams = streams
         self.times_in_pairs = times_in_pairs(streams.schedule, streams.costs, rank)
-        """Operation in a forward-backward pair -> time of the operation."""
+        """Operation in a forward-backward pair -> duration of the operation."""
         self.reduction = End(streams.validation, sends=False)
         """This rank's endpoint of the stream for the reduction of the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
-        """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
+        """(kind, chunk) of messages -> {microbatch: index of its message on the stream}."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
         """Return the properties that are the same for all launches of the given kind of operation and chunk."""

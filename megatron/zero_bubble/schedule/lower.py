@@ -34,18 +34,18 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
     Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
     after the operation that makes the tensor. The receives of a channel are posted in the order of the channel's sends.
-    A receive only posts the message; the operation that uses the tensor waits for the message. Neighbouring stages on
-    the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
-    `place_collectives`).
+    A receive does not wait for its message; instead, the operation that uses the tensor waits for the message.
+    Neighbouring stages on the same rank need no message. All ranks run the collectives of vocabulary shards in the same
+    order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer. If the consumers of a channel's messages run
-    in a different order from the sends, some receives are posted even earlier, so that the receives have the order of
-    the sends. On GPUs with one hardware queue (see `streams`), receives that are posted `receive_ahead` computations
-    before their consumers may cause a deadlock or a longer makespan. If a simulation with one hardware queue deadlocks,
-    or its makespan is longer than without NCCL's streams, `lower` also tries a second rule for the places of receives,
-    `_between_makers`, which excludes deadlocks. Of all tried schedules, `lower` returns the schedule with the shortest
-    makespan on GPUs with one hardware queue. A lowered schedule deadlocks only if the schedule deadlocks even without
-    communication.
+    in a different order from the sends, some receives are posted more than `receive_ahead` computations before their
+    consumers, so that the receives have the order of the sends. On GPUs with one hardware queue (see `streams`),
+    receives that are posted `receive_ahead` computations before their consumers may cause a deadlock or a longer
+    makespan. If a simulation with one hardware queue deadlocks, or its makespan is longer than without NCCL's streams,
+    `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes deadlocks. Of all
+    tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware queue. A lowered
+    schedule deadlocks only if the schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -109,7 +109,7 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation right before which the receive is posted."""
     turn: int
-    """Number, in the serial order, of the computation that makes the previous message of the channel; -1 for the first
+    """Index, in the serial order, of the computation that makes the previous message of the channel; -1 for the first
     message. Receives with the same `before` are posted in ascending order of `turn`."""
 
 
@@ -147,7 +147,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 
 
 def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> tuple[Op, int, Op, float] | None:
-    """(send, destination rank, receive, time) of the message that `source` sends after `op`, or None."""
+    """(send, destination rank, receive, time) of the message that `source` sends after `op`; None without a message."""
     send = send_after(placement, source, op)
     if send is None:
         return None
@@ -186,7 +186,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> serial number of the computation that makes the previous message; -1 for the first message."""
+    """Message -> serial-order index of the computation that makes the previous message; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -194,8 +194,8 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
     """Place each receive `receive_ahead` computations before its consumer.
 
     If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
-    consumers of the channel's messages run in a different order from the sends, some receives are posted even earlier,
-    so that the receives have the order of the sends.
+    consumers of the channel's messages run in a different order from the sends, some receives are posted more than
+    `receive_ahead` computations before their consumers, so that the receives have the order of the sends.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []

@@ -31,7 +31,7 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Number, in the serial order, of the computation after which the previous collective is complete."""
+    """Index, in the serial order, of the computation after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
@@ -40,10 +40,11 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     Collectives are sorted by the places of their last contributing operations in the serial order `order`.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. By
-    default, a rank joins a collective right before its first computation that is planned to end after the planned start
-    of the collective. On a GPU with one hardware queue, this computation starts late if the previous collective is
-    still in flight. If the rank joins the collective only after the previous collective is complete, the collective may
-    start late. `place_collectives` chooses the place with the shorter delay.
+    default, a rank joins a collective right before the rank's first computation that is planned to end after the
+    planned start of the collective. On a GPU with one hardware queue, the computation after the join starts late if the
+    previous collective is still in flight. If a rank joins a collective only after the previous collective is complete,
+    the collective may start late. Of the two places, before and after the end of the previous collective,
+    `place_collectives` chooses the place with the shorter delay.
 
     Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
     one at a time, in the serial order `order`. Every rank joins a collective before the first operation that needs the
@@ -83,7 +84,7 @@ def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
     If a separate thread waits for a collective, a rank that joins the collective early delays none of its computations.
-    At the places that `place_collectives` chooses, a rank that joins a collective late delays all other ranks. With
+    A rank that joins a collective late, at a place that `place_collectives` chose, delays all other ranks. With
     `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
     collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
     or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
@@ -96,7 +97,7 @@ def joined_early(schedule: Schedule) -> Schedule:
 
 def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     made_after: dict[Op, int] = {}
-    """Collective -> place of the rank's last operation that contributes to the collective."""
+    """Collective -> position of the rank's last operation that contributes to the collective."""
     keys: list[tuple[int, int, tuple[Op, ...]]] = []
     """(sort key of the place, sort key among operations with the same place, operation or pair)."""
     earliest = -1
@@ -137,11 +138,11 @@ class _Collective(NamedTuple):
 
     op: Op
     last_maker: int
-    """Number, in the serial order, of the last operation that contributes to the collective."""
+    """Index, in the serial order, of the last operation that contributes to the collective."""
     ready: float
     """End time of the last operation that contributes to the collective."""
     deadline: int
-    """Number, in the serial order, of the first computation before which all ranks must have joined the collective."""
+    """Index, in the serial order, of the first computation before which all ranks must have joined the collective."""
     earliest: tuple[int, ...]
     """Rank -> position right after the rank's last operation that contributes to the collective."""
 

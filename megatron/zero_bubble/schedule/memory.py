@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 _ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items() if facts.undoes_memory_of}
-"""Kind of operation -> earlier kind that allocates less because the operation allocates the rest, as F before an R."""
+"""Kind of operation -> kind of an earlier operation that allocates less because this operation allocates the rest."""
 
 
 def memory_held(
@@ -40,7 +40,7 @@ def memory_held(
 def _changes(
     schedule: Schedule, rank: int, by_kind: Mapping[OpKind, Sequence[float]], lengths: Sequence[float]
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`; `by_kind` maps a kind of operation to changes on all stages."""
+    """The change of memory by each operation of `rank`; `by_kind` maps kinds of operations to changes on each stage."""
     ops, stages = schedule.ops[rank], schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))

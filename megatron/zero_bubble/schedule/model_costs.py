@@ -95,7 +95,8 @@ class ModelCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> ModelCosts:
-        """Costs in which W is shorter by the time that BW saves; lower bounds from these costs also hold with BW."""
+        """Costs with W shortened by the time that BW saves; lower bounds from these costs also hold for schedules with
+        BW."""
         return self.with_units(replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit)) for unit in self.units)
 
     def recomputing_in_backward(self) -> ModelCosts:
@@ -114,7 +115,7 @@ class ModelCosts:
         )
 
     def saved_by_fusing(self, unit: UnitCosts) -> float:
-        """Time by which BW of a unit is shorter than B and W together, but no more than half of the time of W."""
+        """Time by which BW of a unit is shorter than B and W together, limited to half the time of W."""
         share = 1 - (self.fused_backward or 1)
         return min(max(0.0, share) * (unit.time_b + unit.time_w), unit.time_w / 2)
 

@@ -51,7 +51,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """Operation of a pair on `rank` -> time of the operation: the time of the pair for the backward, 0 for the forward.
+    """Operation of a pair on `rank` -> its duration: the time of the whole pair for the backward, 0 for the forward.
 
     Args:
         schedule: schedule with the pairs.
@@ -91,7 +91,8 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The given schedule without communication and pairs: each forward and each backward is a separate operation."""
+    """The given schedule without communication and without pairs: every forward and backward is a separate
+    operation."""
     schedule = schedule.without_communication()
     return _changed(schedule, [{backward for _, backward in pairs(lane)} for lane in schedule.ops], _SPLIT)
 

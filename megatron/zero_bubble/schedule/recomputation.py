@@ -19,7 +19,7 @@ class Recompute(str, Enum):
     FULL = "full"
     """Every microbatch has an R (recomputation), unless the backward of the microbatch directly follows its F."""
     PLANNED = "planned"
-    """The planner chooses the microbatches that have an R (recomputation), within the memory limit."""
+    """The planner chooses, within the memory limit, which microbatches have an R (recomputation)."""
 
     __str__ = str.__str__
 
@@ -49,8 +49,9 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. No other choice with at least one R on every stage needs
-    less memory, so that models can be measured even if their activations do not fit in memory without recomputation.
+    A stage without an R gets an R for its first microbatch. No choice of microbatches with an R, at least one on every
+    stage, needs less memory than the returned schedule. A model can therefore be measured even if its activations do
+    not fit in memory without recomputation.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]

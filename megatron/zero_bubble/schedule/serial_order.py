@@ -56,18 +56,19 @@ class SerialOrder:
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """Number of each computation in the serial order, by rank and by position on the rank."""
+        """Rank -> position of a computation on the rank -> index of the computation in the serial order."""
         begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> number of the first VALIDATE, among all ranks, that ends the previous phase."""
+        """Phase, from the second on -> index, in the serial order, of the VALIDATE that first ends the previous
+        phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
         firsts = [*accumulate(map(len, timeline.computations), initial=0)]
-        """Rank -> number of the rank's first computation, if all computations are numbered rank by rank."""
+        """Rank -> index of the rank's first computation, if all computations are numbered rank by rank."""
         turns = {
             first + position: self._turn(rank, position)
             for rank, (first, lane) in enumerate(zip(firsts, timeline.computations, strict=False))

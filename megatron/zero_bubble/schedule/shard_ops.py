@@ -38,10 +38,10 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
 
     The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
     the time of W includes the operations on vocabulary shards. The planned starts of backwards and W are their
-    simulated starts plus the given delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S
-    (output layer) starts when the output of the last stage arrives. The weight gradients T and EW start with the W of
-    their microbatch, or later if their inputs arrive later. Pairs are split, because operations on vocabulary shards
-    may come between the forward and the backward of a pair.
+    simulated starts plus the given delay. E (embedding) starts earlier than the F of the first stage for the same
+    microbatch, by the time of `LEAD` microbatches. S (output layer) starts when the output of the last stage arrives.
+    The weight gradients T and EW start with the W of their microbatch, or later if their inputs arrive later. Pairs are
+    split, because operations on vocabulary shards may come between the forward and the backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.

@@ -36,7 +36,7 @@ def simulate(
     operation have arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the
     norm of all gradients. The reduction of the norm takes the time of a collective (`collective_time`) and occupies no
     rank. Copies to and from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes
-    only sums and maxima, so that integers and fractions give exact results.
+    only sums, maxima and products with `lengths`, so that integers and fractions give exact results.
 
     Args:
         schedule: schedule with or without communication.
@@ -110,7 +110,7 @@ class _Step(NamedTuple):
     plain_waits: tuple[tuple[int, float | None], ...]
     """(slot, transit) of each needed result, if the rank only has to wait for the arrival of the results."""
     waits: tuple[_Wait, ...]
-    """The needed results, if one is optional, is of another microbatch, or is in a message that occupies the rank."""
+    """The needed results, if one of them is optional, of another microbatch, or in a message that occupies the rank."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float

@@ -36,9 +36,9 @@ _STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     """Repeat a schedule for several iterations, for simulations and drawings.
 
-    The numbers of the microbatches continue from one iteration to the next. STEP and VALIDATE are numbered by
-    iteration: `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer
-    step precedes the first iteration.
+    The microbatches of all iterations are numbered consecutively. STEP and VALIDATE are numbered by iteration:
+    `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer step precedes
+    the first iteration.
 
     Args:
         schedule: schedule of one iteration.
@@ -79,8 +79,8 @@ def iteration_time(
 ) -> float:
     """The time of one iteration in a sequence of iterations, in the unit of the costs.
 
-    Without post-validation an iteration starts when all ranks have finished the previous iteration, and takes the
-    makespan of one iteration. With post-validation a rank starts an iteration as soon as the rank itself has finished
+    Without post-validation, an iteration starts when all ranks have finished the previous iteration, and the time of an
+    iteration is its makespan. With post-validation a rank starts an iteration as soon as the rank itself has finished
     the previous iteration. With post-validation the returned time is the makespan of three iterations minus the
     makespan of two iterations.
 
@@ -183,7 +183,7 @@ def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
 
 
 def num_forwards_before_validation(schedule: Schedule) -> int:
-    """The number of forwards and recomputations on all ranks that are run again if the validation fails."""
+    """The number of forward computations, such as F, R and E, that all ranks run again if the validation fails."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
     return sum(op.kind in FORWARDS - COPIES for op in before)
 

@@ -67,7 +67,7 @@ class Idle:
 
     @property
     def total(self) -> float:
-        """Imbalance and bubble rate together: 1 - sum of the work / (number of ranks x longest span)."""
+        """Sum of imbalance and bubble rate: 1 - (work of all ranks) / (number of ranks x longest span)."""
         return self.imbalance + self.bubble
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> Idle:
-        """Idle time of all ranks as a fraction: the sum of imbalance and bubble rate."""
+        """Idle time of all ranks, divided by (number of ranks x longest span): the sum of imbalance and bubble rate."""
         return Idle.of(self.spans, self.work)
 
     @property

@@ -54,8 +54,8 @@ def validate(schedule: Schedule) -> None:
     - An operation runs after the operations of the same rank that make its inputs. If a forward and a backward run as
       one operation (a pair), the inputs of the forward and the backward are made before the pair.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
-      The sends and the receives from one rank to another have the same order. All ranks run the collectives of
-      vocabulary shards in the same order.
+      The sends from one rank to another and the receives of these messages have the same order. All ranks run the
+      collectives of vocabulary shards in the same order.
     - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
       backward of a pair.
     - STEP and VALIDATE are in places that `check_post_validation` allows.

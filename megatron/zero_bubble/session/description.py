@@ -23,9 +23,9 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     The lines state the number of parameters, the share of deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: B computes the weight gradient of a module that could defer it to W (allowed with
-            `--zero-bubble-no-strict`), or of another module (refused only with `--zero-bubble-strict`). All ranks raise
-            the error.
+        ValueError: a module leaves to B a weight gradient that it could defer to W, and `--zero-bubble-no-strict` is
+            not set; or `unsplit_modules` finds any module, and `--zero-bubble-strict` is set. All ranks raise the
+            error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))

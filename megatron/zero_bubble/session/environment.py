@@ -108,7 +108,7 @@ def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchr
 
 
 def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
-    """Refuse CUDA settings that make messages on the device hang; messages through host memory work with every setting.
+    """Refuse settings that can make messages on the device hang; messages through host memory work with every setting.
 
     Raises:
         ValueError: a setting can make a zero-bubble schedule hang.

@@ -50,7 +50,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
 
 
 def _example(replicas: int) -> str:
-    """An example of a value of `--hierarchical-sgd` that is valid for a job with `replicas` replicas."""
+    """An example value of `--hierarchical-sgd` that is valid for a job with `replicas` replicas."""
     sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
     levels = [sizes[0]]
     for size in sizes[1:]:
@@ -149,7 +149,8 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """Why the optimizer step of the first stage needs a result of the last stage; None if it needs no such result.
+    """Why the optimizer step of the first stage needs a result of the last stage; None if the step needs no result of
+    the last stage.
 
     Iterations cannot overlap if the first stage waits for the last stage.
     """

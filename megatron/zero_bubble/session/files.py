@@ -19,7 +19,7 @@ def read_file(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Write `text` to `path`. If writing fails or the machine crashes, a regular file keeps its old content.
+    """Write `text` to `path`. After an error or a crash, a regular file has either its old content or all of `text`.
 
     A regular file is replaced by a new file with the same permissions. A device, a FIFO or an open file of this process
     (such as `/dev/stdout`) is written in place. If `path` is a symbolic link, the target of the link is written.

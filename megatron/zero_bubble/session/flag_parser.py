@@ -26,7 +26,7 @@ def flag(
     Args:
         default: the value of the field if the flag is not given; with `dataclasses.MISSING`, the flag is required. If
             the default is a string, argparse converts this string in the same way as the text of the flag.
-        names: further spellings of the flag.
+        names: additional names of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
             the field determines the conversion.
         options: further arguments of argparse's `add_argument`, such as `choices`, `nargs` and `metavar`; options that
@@ -38,7 +38,7 @@ def flag(
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `ValueError` instead of exiting, so that one rank can print the error for all."""
+    """Argument parser that raises `ValueError` instead of exiting, so that only one rank needs to print the error."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -62,7 +62,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups` anywhere in `argv`; return an instance of `arguments` and the other words of `argv`.
+    """Parse the flags of `groups` anywhere in `argv`; return an instance of `arguments` and the rest of `argv`.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.

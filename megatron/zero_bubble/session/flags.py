@@ -178,7 +178,7 @@ def flag_name(name: str) -> str:
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse zero-bubble flags that are invalid, or contradict each other, for every model.
+    """Refuse zero-bubble flags that are invalid or contradict each other, regardless of the model.
 
     Raises:
         ValueError: a flag is invalid or contradicts another flag; the message names the first such flag.

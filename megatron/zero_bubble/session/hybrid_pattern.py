@@ -31,12 +31,12 @@ class HybridPattern:
 
     @property
     def symbols(self) -> str:
-        """The symbol of every layer, without the layers of multi-token prediction."""
+        """The symbols of all layers except the layers of multi-token prediction."""
         return "".join(self.stages)
 
     @property
     def num_further(self) -> int:
-        """The number of multi-token prediction layers: `/` separates them in `further`; empty parts do not count."""
+        """The number of multi-token prediction layers: the number of nonempty parts that `/` separates in `further`."""
         return len([part for part in self.further.split(_FURTHER) if part])
 
     @property

@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag -> pattern for names of further flags, which change the costs of a stage only if the first flag is set."""
+"""Flag (key) -> pattern for names of further flags, which change the costs of a stage only if the key is set."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -75,7 +75,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
     train_iters: int | None = None
-    """Iterations of the whole training; None if a script counts samples instead."""
+    """Iterations of the whole training; None if a script counts samples instead of iterations."""
     exit_interval: int | None = None
     seed: int = 1234
     optimizer: str = "adam"

@@ -71,7 +71,7 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 
 def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
-    """Return the partition `layers`; raise `ValueError` if its number of stages or its sum of layers is wrong."""
+    """Return the partition `layers`; raise `ValueError` if its number of stages or of layers is wrong."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -83,14 +83,14 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The number of layers that flags set for the first and last rank, in a dictionary with keys such as `--flag 3`."""
+    """The number of layers that flags set for the first and last rank, in a dictionary keyed by flag and value."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition if flags set the layers of the first or last rank (in a V placement, first or last stage)."""
+    """Partition if flags set the number of layers of the first or last rank (in a V, of the first or last stage)."""
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
         chunks, places, noun = 1, placement.num_stages, "stages"

@@ -53,8 +53,9 @@ class ChosenLayout:
         request: the `PlanRequest` from which the layout was planned; None if the layout was not planned from costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
-        is_megatrons_split: whether the layout equals the layout of Megatron's flags. The memory limit of Megatron's
-            layout is computed from the measured memory of 1F1B, so that a schedule in the order of 1F1B always fits.
+        is_megatrons_split: whether the layout equals the layout of Megatron's flags, apart from recomputation. By
+            default, the memory limit of Megatron's layout is the measured peak memory of megatron-core's own schedule,
+            so that megatron-core's order of operations always fits.
     """
 
     flags: Mapping[str, Any]
@@ -71,9 +72,9 @@ class LayoutChoice:
     megatrons: tuple[Plan, ...]
     """Plans of Megatron's layout that fit in memory: with the job's schedule, and with megatron-core's own schedule."""
     request: PlanRequest
-    """The planner's request for all layouts that the flags allow."""
+    """The `PlanRequest` that covers all layouts that the flags allow."""
     rehearsed: tuple[tuple[Plan, float], ...] = ()
-    """(plan, measured and scaled step time in ms) for each plan that ran for some steps before training (rehearsal)."""
+    """Each rehearsed plan (run for some steps before training) with its measured step time in ms, after scaling."""
 
     @property
     def is_megatrons_split(self) -> bool:
@@ -83,7 +84,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Time of megatron-core's schedule on Megatron's layout; None if that layout is chosen or does not fit."""
+        """Step time of Megatron's layout and schedule; None if Megatron's layout is chosen or does not fit."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -91,7 +92,7 @@ class LayoutChoice:
 
 
 def is_layout_open(flags: JobFlags) -> bool:
-    """Whether the search chooses partition, placement and chunks, because the flags name no schedule and no layout."""
+    """Whether a search chooses partition, placement and chunks; False if flags set the schedule or the layout."""
     return _searches_layouts(flags) and not partition_sources(flags)
 
 
@@ -100,7 +101,7 @@ def _searches_layouts(flags: JobFlags) -> bool:
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
-    """The Megatron flags that fix the partition or the number of chunks, which `--zero-bubble` chooses otherwise.
+    """The Megatron flags that fix the partition or the number of chunks, which `--zero-bubble` would otherwise choose.
 
     The returned list of flags is empty if a flag of zero bubble fixes the layout.
     """

@@ -49,7 +49,7 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """Text with the speedup of the plan `chosen` over each plan in `megatrons`, which are plans of Megatron's split."""
+    """Text with the speedup of the plan `chosen` over each plan in `megatrons` (plans of Megatron's split)."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 

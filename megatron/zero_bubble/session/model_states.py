@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Parameter counts of one rank. Experts are counted separately, because fewer ranks hold a copy of each expert."""
+    """Parameter counts of one rank. Experts count separately, because they may have fewer copies than other layers."""
 
     dense: int
     expert: int
@@ -22,8 +22,8 @@ class ReplicaCounts(NamedTuple):
     dense: int
     """The data-parallel size times the context-parallel size."""
     expert: int
-    """Number of ranks that hold the same experts. Expert- and tensor-parallel ranks of the experts divide all ranks of
-    a stage among them, independently of the tensor-parallel size of the other layers."""
+    """Number of ranks that hold the same experts: the number of ranks of a stage, divided by the expert-parallel size
+    and by the tensor-parallel size of the experts."""
 
     @classmethod
     def of(cls, args: Any) -> ReplicaCounts:
@@ -59,11 +59,11 @@ class States:
     """Bytes of the optimizer's states per parameter, including post-validation's snapshot if it is on the device."""
     zero_stage: int
     instances: int = 1
-    """Number of groups of replicas; each group holds one whole copy of the divided optimizer states."""
+    """Number of groups of replicas; the ranks of each group together hold one whole copy of the optimizer states."""
     sums_whole_gradients: bool = False
     """Whether gradients are divided among replicas only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
-    """Whether a rank keeps its shard beside the gathered parameters, as torch's FSDP2 does in ZeRO stage 2."""
+    """Whether a rank in ZeRO stage 2 keeps its shard beside the gathered parameters, as with torch's FSDP2."""
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
@@ -134,7 +134,7 @@ class States:
         return sum(number * self.bytes_a_parameter(ranks) for number, ranks in zip(parameters, replicas, strict=True))
 
     def sent_by_rank(self, parameters: Parameters, replicas: ReplicaCounts, num_microbatches: int) -> float:
-        """Return the bytes that a rank sends to its replicas in a step."""
+        """Return the bytes that a rank sends to other replicas in a step."""
         each = (self.sent_a_parameter(ranks, num_microbatches) for ranks in replicas)
         return sum(number * sent for number, sent in zip(parameters, each, strict=True))
 
@@ -142,7 +142,7 @@ class States:
 def _precision_aware(args: Any) -> int:
     """Bytes per parameter of the optimizer's main copy plus Adam's two moments, in the data types of the flags.
 
-    The fp32 main copy of a bf16 parameter takes only 2 bytes, because the parameter holds the other 2 bytes.
+    By default the fp32 main copy of a bf16 parameter takes only 2 bytes, because the parameter holds the other 2 bytes.
     """
     dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     # A data type is one of Megatron-LM's names or a `torch.dtype`.

@@ -30,19 +30,19 @@ from megatron.zero_bubble.session.running import communicator_of
 from megatron.zero_bubble.session.start_up import writing
 
 SECONDS = 12.0
-"""Approximate duration of a rehearsal."""
+"""Approximate duration, in seconds, of a rehearsal (a test run of some layouts)."""
 _LONGEST = 4000.0
-"""Longest predicted step, in milliseconds, for which layouts are rehearsed."""
+"""Longest predicted step time, in milliseconds, for which layouts are rehearsed (run for some steps)."""
 
 
 def new_choice(
     flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, units: tuple[UnitModels, Sequence[int]] | None = None
 ) -> ChosenLayout:
-    """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
+    """On rank 0, search for the best layout and print it; send this layout to all ranks; a collective call.
 
-    On a CPU, computation and communication share the cores, and ranks wait for cores. A step of a layout with many
-    messages or collectives may then take longer than predicted. Therefore all ranks rehearse (run for some steps) the
-    best layouts with and without vocabulary shards, and Megatron's split. The layout is chosen by the measured times.
+    On a CPU, a step with many messages or collectives may take longer than predicted, because ranks wait for cores.
+    Therefore, in a job on CPUs, all ranks rehearse (run for some steps) the best layouts with and without vocabulary
+    shards, and Megatron's split. After a rehearsal, the layout is chosen by the measured times.
 
     Args:
         costs: the costs of the embedding, of every layer and of the output.
@@ -119,8 +119,8 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
 
     Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
     than in training. All measured times are therefore scaled so that the last plan, on Megatron's split, keeps its
-    predicted time. The rehearsal yields one slowdown for layouts with vocabulary shards and one for layouts without;
-    the predicted times of layouts that were not rehearsed are multiplied by these slowdowns.
+    predicted time. The rehearsal yields one slowdown for layouts with vocabulary shards and one for layouts without
+    vocabulary shards. The predicted time of a layout that was not rehearsed is multiplied by the slowdown of its kind.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]

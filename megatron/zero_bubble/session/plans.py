@@ -79,8 +79,9 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a rank runs on a chunk before it runs the next chunk; None if the planner may choose.
 
     With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
-    the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps
-    megatron-core's order of forwards. By default, megatron-core's microbatch group size equals the number of ranks.
+    the forwards of a rank. If dropout depends on the order of forwards, a job with interleaved chunks keeps
+    megatron-core's order, and so draws the same random numbers as megatron-core. By default, megatron-core's microbatch
+    group size equals the number of pipeline ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
@@ -163,7 +164,7 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make all schedules that the run needs, and keep the schedules in the plan.
+    """Make all schedules that the run needs, and keep the schedules in `plan`.
 
     Raises:
         ValueError: for some number of microbatches, no schedule exists, or no schedule fits the memory limit.
@@ -207,7 +208,7 @@ _ASSUMED_EXCHANGE = 0.3
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of the stages, for plans that are made before a measurement; None if such plans need no costs.
+    """Costs of the stages for plans before the first measurement; None if the planner's default costs suffice.
 
     If the job profiles iterations and may run F and B as one operation, the costs include the all-to-all of experts, so
     that the plans for the profiled iterations run F and B as one operation. If the job recomputes activations, the
@@ -242,7 +243,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 def _multiple(flags: JobFlags, smallest: float) -> str:
     """Return text with the memory limit `smallest` (in M_B), converted to the unit of the flag that sets the limit.
 
-    The text is like `at least 1.25 times 1F1B's peak` or, for a number of pending backwards, `at least 5`.
+    For example, the text is `at least 1.25 times 1F1B's peak`, or `at least 5` for a limit on pending backwards.
     """
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)

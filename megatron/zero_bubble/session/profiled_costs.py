@@ -119,7 +119,7 @@ class _Fit(NamedTuple):
             yield cls(told_apart, 0 * first, layers, last)
 
     def solve(self, costs: Sequence[float] | np.ndarray) -> list[float]:
-        """Solve the equations for the stages' `costs`; return the costs of embedding, each layer and output."""
+        """Return the costs of embedding, each layer and output that fit the stages' `costs` by least squares."""
         embedding, *of_kinds, output = nonnegative_least_squares(
             np.column_stack([self.embedding, self.layers, self.output]), np.asarray(costs, dtype=float)
         ).tolist()

@@ -41,8 +41,8 @@ def planning_options(
 
     Args:
         knows_costs: whether the layout and the first plan are chosen from the costs of layers.
-        profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if the profile's layout
-            differs from the job's layout.
+        profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if a layout was chosen that
+            differs from the profile's layout.
 
     Raises:
         ValueError: a flag needs measured costs but the job measures no costs, or the profile does not fit the job.
@@ -115,7 +115,7 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
 
 
 def given_profile(flags: JobFlags) -> Profile | None:
-    """The profile in the file of `--zero-bubble-profile-input`, perhaps of another layout; None without this flag.
+    """The profile from `--zero-bubble-profile-input`, whose layout may differ from the job's; None without this flag.
 
     Raises:
         ValueError: the profile cannot be read, or was measured with another model.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
-"""Smallest share of a rank's parameters for which a module without a deferred W causes a warning."""
+"""A module whose W is not deferred causes a warning if it has at least this share of a rank's parameters."""
 _MOST_NAMED = 16
 """Largest number of replicas for which a log line lists how long each replica waited for other replicas."""
 
@@ -98,7 +98,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """The times of embedding, output and each kind of layer. All layers of one kind have equal costs and symbols."""
+    """Times of embedding, output, a message and each kind of layer. Layers of a kind have equal costs and symbols."""
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"

@@ -177,7 +177,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The `PostValidation` of an optimizer; None if no flag asks for it, or if the pipeline has one rank.
+    """The `PostValidation` of an optimizer; None if no flag asks for post-validation, or if the pipeline has one rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.

@@ -93,7 +93,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """Return a session that only builds models; a `store` splits the backward of linear layers into B and W."""
+        """Return a session that only builds models; their backward is split into B and W only if `store` is given."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -121,7 +121,7 @@ class Session:
         self.make_schedules()
 
     def unit_costs(self, models: UnitModels, kinds: Sequence[int]) -> ModelCosts:
-        """Return measured or profiled costs of embedding, layers and output; a collective call of all ranks.
+        """Measure costs of embedding, layers and output, or derive them from a profile; a collective call of all ranks.
 
         Args:
             kinds: for each layer, the index of its kind.
@@ -151,7 +151,7 @@ class Session:
         return choice.flags
 
     def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
-        """Adopt the layout of the checkpoint in `folder`, so that the run keeps its numerics; see `choose_layout`."""
+        """Adopt the layout of the checkpoint in `folder`, to keep the saved run's numerics; see `choose_layout`."""
         print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
         self._take_layout(self.job.flags, saved)
         return saved.flags
@@ -176,7 +176,7 @@ class Session:
         """Prepare the configuration of the model's chunks before the chunks are built.
 
         Args:
-            model_class: class of the model; None if it is known to support recomputation, and F and B as one operation.
+            model_class: class of the model; None if the class is known to support recomputation and pairs of F and B.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -193,7 +193,7 @@ class Session:
             refuse_unpaired(config, model_class)
 
     def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
-        """A context for building a chunk: each layer draws weights from its own seed if the flags ask for it.
+        """Context for building a chunk; with `--zero-bubble-seed-by-layer`, each layer draws weights from its own seed.
 
         Args:
             first_layer: number of layers in earlier stages if every chunk numbers its layers from 1; otherwise 0.
@@ -289,7 +289,7 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the timeline of the last iteration if the flags ask for it; a collective call of rank 0's pipeline."""
+        """Draw the last iteration if flags ask for a drawing; a collective call of the ranks in rank 0's pipeline."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 

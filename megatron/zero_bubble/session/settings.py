@@ -34,8 +34,8 @@ class JobSettings:
         plan: the `RunSchedules` that makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
         partition: the number of layers of every stage, in model order.
-        planning: how the job measures costs and plans from costs; None if the job does neither.
-        is_layout_open: whether partition, placement and chunks have not been chosen yet.
+        planning: how the job measures costs and plans from costs; None if costs are neither measured nor given.
+        is_layout_open: whether partition, placement and chunks are still to be chosen.
         hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
     """
 
@@ -75,7 +75,7 @@ def job_settings(
     Every rank gets the same settings without communication. `job_settings` makes no schedules.
 
     Args:
-        chooses_layout: whether the caller chooses the open parts of the layout before a model is built.
+        chooses_layout: whether the caller chooses a layout before a model is built, if the flags fix no layout.
         choice: the chosen layout, which replaces the layout of the flags. If the layout was chosen from costs, the
             first plan is also made from these costs.
 

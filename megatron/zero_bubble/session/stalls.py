@@ -40,7 +40,7 @@ def check_stall_timeout(flags: JobFlags) -> None:
 
 
 def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: str) -> Watchdog | None:
-    """Start a watchdog for this rank of `program`, in a collective call; None if the flags turn the watchdog off."""
+    """Start this rank's watchdog, in a collective call of all ranks; None if the flags turn the watchdog off."""
     timeout = stall_timeout(flags)
     if timeout == 0:
         return None

@@ -160,8 +160,8 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, so that the summary of torchrun shows the reason.
 
-    torchrun reports the failure with the earliest time, in whole seconds, as the cause; the ends of other ranks also
-    count as failures. The error file contains a time one second before the error, so that torchrun reports this error
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause; other ranks may fail in the
+    same second. The error file contains a time one second before the error, so that torchrun reports this error
     as the cause.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -31,7 +31,7 @@ def in_memory_unit(costs: StageCosts, unit: float) -> StageCosts:
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
     """Draw the timeline `measured`, and a simulation of its schedule with the same costs, in files `folder/name.*`.
 
-    The drawings of the measurement and of the simulation have the same time scale. `folder` is created if it is
+    The SVG drawings of the measurement and of the simulation have the same time scale. `folder` is created if it is
     missing. `memory_unit` is the unit of memory in the costs, such as MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)

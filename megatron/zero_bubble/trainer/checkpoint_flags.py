@@ -118,7 +118,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
-    """Return whether this job and the saved job have equal parallel sizes, so that random states can be loaded."""
+    """Return whether this job and the saved job agree in the parallel sizes on which the saved random states depend."""
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     if _spreads_experts(args) or _spreads_experts(saved):
         names += ["expert_model_parallel_size", "world_size"]

@@ -1,8 +1,8 @@
 """Makes flags from the fields of megatron-core's configurations, and configuration values from the flags.
 
 The name of a field's flag is in the field's metadata or in `_NAMES`. If neither the metadata nor `_NAMES` gives a name,
-the flag is named after the field: `--FIELD`, or `--no-FIELD` for a boolean field whose default is True. Fields in
-`_WITHOUT_FLAG`, and fields whose values no command line can give, such as functions, have no flag.
+the flag is named after the field: `--FIELD`, or `--no-FIELD` for a boolean field whose default is True. Fields whose
+names match `_WITHOUT_FLAG`, and fields whose values no command line can give, such as functions, have no flag.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _WITHOUT_FLAG = re.compile(
         )
     )
 )
-"""Names of configuration fields that have no flag."""
+"""Pattern for the names of configuration fields that have no flag."""
 
 
 _TYPES = {"rotary_base": int}

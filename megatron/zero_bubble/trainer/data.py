@@ -107,7 +107,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Return whether `record` is not megatron-core's warning that indices of mock data are kept in memory only."""
+    """Return False if `record` is megatron-core's warning that indices of mock data are in memory only, else True."""
     return "because path_to_cache is None" not in record.getMessage()
 
 

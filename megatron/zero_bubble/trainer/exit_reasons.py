@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop training after `iteration`, or None, the same on all ranks; a collective call."""
+        """Return the reason to stop training after `iteration` (the same on all ranks), or None; a collective call."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"

@@ -38,18 +38,18 @@ class StepResult:
     batch_size: int
     """Number of sequences in the iteration."""
     outcome: StepOutcome = _UNKNOWN
-    """Outcome of the optimizer step; the norm is None if the iteration is skipped, and in fp32 without clipping."""
+    """Outcome of the optimizer step; the gradient norm is None in a skipped iteration, or without clipping in fp32."""
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     measured: PipelineTime | None = None
     """Mean pipeline time of the steps since the last log line; None in iterations without a log line, and under
     megatron-core's own schedule."""
     prediction: Prediction | None = None
-    """Predicted time and idle time of the schedule, given the measured costs; None in iterations without a log line."""
+    """Predicted time and idle time of the schedule; None without measured costs or without a log line."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction, on ranks with `lm_loss`; empty without multi-token prediction."""
     is_local: bool = False
-    """Whether the replica took this step alone; the losses and the norm then come from this replica only."""
+    """Whether the replica took this step alone; the losses and the gradient norm then come from this replica only."""
     waits: Waits | None = None
     """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None

@@ -191,8 +191,8 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flag that takes a number, or a list with one value for each layer -> function of (layer, number) that converts a
-number to the value for the layer."""
+"""Flag that takes a number, or a list with one value for each layer -> function of (index of a layer, number) that
+converts the number to the layer's value."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:

@@ -73,7 +73,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """The key of this tokenizer in a dataset's cache."""
+        """The entries that identify this tokenizer in a dataset's cache key."""
         return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Minimum numbers of rounds and of measured iterations per training with which the benchmark recommends a schedule."""
+"""Fewest rounds, and fewest measured iterations per training, after which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
@@ -21,7 +21,7 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     schedules that are not significantly slower than the fastest schedule.
 
     Args:
-        results: one result for each schedule; the first result is that of megatron-core's 1F1B.
+        results: one result for each schedule, with megatron-core's 1F1B first.
         iterations: number of iterations that the benchmark measures in each training.
     """
     best = max(results, key=lambda result: result.ratio)

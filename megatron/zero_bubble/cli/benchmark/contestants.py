@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule that stands for a training with --zero-bubble, which chooses its layout at start-up."""
+"""Value of --schedule for a training with --zero-bubble, so that the training chooses its layout at start-up."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -120,7 +120,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return an optional `Contestant` for megatron-core's interleaved schedule with `chunks` chunks on each rank."""
+    """Return a `Contestant` that may fail, for megatron-core's interleaved schedule with `chunks` chunks a rank."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

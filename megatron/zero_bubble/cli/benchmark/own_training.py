@@ -12,7 +12,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Besides the user's own number of chunks per rank, megatron-core's interleaved schedule runs with these numbers."""
+"""Numbers of chunks per rank with which megatron-core's interleaved schedule runs, besides the user's own number."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),

@@ -59,7 +59,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 def _run_turn(
     contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
-    """Run one training under a schedule; return None if the training failed and the schedule is optional."""
+    """Run one training under a schedule; return None if the training failed and `Contestant.is_required` is False."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)

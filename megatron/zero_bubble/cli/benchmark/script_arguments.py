@@ -60,7 +60,7 @@ def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
-    """Return the arguments of a script from its flags; all other flags of Megatron-LM are skipped.
+    """Read a script's flags into `ScriptArguments`, and skip every flag that has no field in `ScriptArguments`.
 
     Raises:
         ValueError: a flag does not allow a comparison of schedules, or the value of a flag has the wrong type.

@@ -159,13 +159,13 @@ def _or_dash(value: T | None, text: Callable[[T], str]) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return a line for each schedule: the largest relative difference of its losses from the baseline's losses.
+    """Return a line for each schedule but the baseline: its losses' largest relative difference from the baseline's.
 
-    The losses come from the trainings of the last round. Each loss is the mean over a logging interval, which the log
-    of a training shows with seven digits.
+    The losses come from the trainings of the last round. The log of a training shows each loss as the mean over a
+    logging interval, with seven digits.
 
     Args:
-        results: one result for each schedule; the first result is that of the baseline.
+        results: one result for each schedule, with the baseline first.
     """
     baseline, *others = results
     expected = dict(baseline.turns[-1].losses)

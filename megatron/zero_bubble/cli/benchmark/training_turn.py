@@ -25,7 +25,7 @@ _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds that torchrun has to end after SIGTERM, before SIGKILL; torchrun gives its own ranks 30 seconds to end."""
+"""Seconds between SIGTERM and SIGKILL for torchrun, which itself gives its ranks 30 seconds to end."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Set the event `late` and end the process with ID `launcher`, unless `over` is set within `timeout` seconds."""
+    """If `over` is not set within `timeout` seconds, set the event `late` and end the process with ID `launcher`."""
     if not over.wait(timeout):
         late.set()
         # torchrun ends its ranks after SIGTERM; after SIGKILL, its ranks would keep running.

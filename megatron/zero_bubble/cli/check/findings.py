@@ -176,7 +176,7 @@ _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PREL
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Return a description of this machine for the findings; `root` is the folder of this repository."""
+    """Return a description of this machine for the findings; `root` is the folder that contains `megatron/`."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()

@@ -1,7 +1,7 @@
 """Runs gloo's collectives on copies of GPU tensors in pinned host memory, and copies the results back to the GPU.
 
-Depending on torch's version, only some of gloo's collectives support GPU tensors. NCCL may refuse to connect ranks that
-share one device; `zero-bubble check` therefore also runs megatron-core over gloo.
+Depending on torch's version, only some of gloo's collectives support GPU tensors. Because NCCL may refuse to connect
+ranks that share one device, `zero-bubble check` also runs megatron-core over gloo.
 """
 
 from __future__ import annotations

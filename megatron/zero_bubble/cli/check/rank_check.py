@@ -85,7 +85,7 @@ class RankCheck:
         paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the training data and for the files that the ranks write.
         time_limit: seconds that a training may take.
-        say: called with a description of the trainings that run next.
+        say: function that is called with a description of the trainings that run next.
     """
 
     has_cuda: bool

@@ -40,7 +40,7 @@ class Backend:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
     def environment(self) -> dict[str, str]:
-        """Return the ranks' environment variables: this process's variables, and defaults for missing ones."""
+        """Return this process's environment variables, defaults for missing ones, and the setting for one queue."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.

@@ -75,7 +75,7 @@ class MemoryCheck:
 class MiddleStage:
     """A middle stage of a pipeline, built once with a split backward and once with a fused backward.
 
-    A `MiddleStage` must be created within `one_process`.
+    A `MiddleStage` must be created within the context manager `one_process`.
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class MiddleStage:
     def profile(self, rounds: int) -> StageProfile:
         """Measure the times of operations with a split and with a fused backward, and the memory of operations.
 
-        In each of `rounds` measured rounds, a step with a split backward and a step with a fused backward run. Before
+        Each of the `rounds` measured rounds runs a step with a split backward and a step with a fused backward. Before
         the measured rounds, one round runs unmeasured.
         """
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
@@ -106,7 +106,7 @@ class MiddleStage:
         return StageProfile(times, costs.memory, costs.inside)
 
     def check_memory(self, name: str, profile: StageProfile) -> MemoryCheck:
-        """Compare the measured and the simulated peak of one step under the schedule `name`."""
+        """Compare the measured and the simulated peak memory of one step under the schedule `name`."""
         costs = profile.costs(NUM_RANKS, 0.0)
         schedule = generate(name, NUM_RANKS, NUM_MICROBATCHES, costs=costs)
         simulated = simulate(schedule, costs).peak_memory[RANK] + profile.temporary

@@ -74,7 +74,7 @@ class ClusterFlags(CommandFlags):
         return self.device_tflops * 1e12 * self.mfu
 
     def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
-        """Return the time of a message to another device in milliseconds; `bandwidth` is in GB/s."""
+        """Return the milliseconds that a message to another device takes; `bandwidth` is in GB/s."""
         seconds = num_bytes / ((bandwidth or self.interconnect_bandwidth) * 1e9)
         return 1e3 * (self.interconnect_latency * 1e-6 + seconds)
 

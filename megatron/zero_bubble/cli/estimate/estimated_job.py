@@ -158,7 +158,7 @@ class EstimatedJob:
 
     @property
     def _recomputes_in_backward(self) -> bool:
-        """Whether Transformer Engine's backward recomputes layers, as with fp8 and fp4, without a separate R."""
+        """Whether Transformer Engine's backward recomputes layers, as with fp8 and fp4, so that no R runs."""
         return self.flags.recompute_granularity == "full" and self.flags.recompute is Recompute.NONE
 
     @cached_property

@@ -27,7 +27,8 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches for which schedules are planned with little search effort."""
+"""Smallest product of pipeline ranks and microbatches for which schedules are planned with little search effort,
+unless --schedule names the schedules."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Keys of the two layout searches in dictionaries whose other keys are names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {

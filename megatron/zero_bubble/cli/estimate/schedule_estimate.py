@@ -34,7 +34,7 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit."""
     without_pairs: Timeline | None = None
-    """Timeline of a second plan without pairs (an F and a B that run as one operation), for comparison."""
+    """Timeline of a plan without pairs, for comparison; a pair is an F and a B that run as one operation."""
 
     @property
     def schedule(self) -> Schedule:
@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Time in which the slowest rank computes nothing while replicas exchange gradients and sharded parameters."""
+        """Time that the exchange of gradients and sharded parameters between replicas adds to an iteration."""
         args = self.job.args
         if max(self.job.replicas) == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
@@ -92,7 +92,7 @@ class Estimate:
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup from pairs, which run an F and a B as one operation; None if the schedule has no pairs."""
+        """Speedup from pairs, which run an F and a B as one operation; None if no plan without pairs was made."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
@@ -240,7 +240,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return `ours` as estimated for megatron-core, which recomputes in the backward and has no vocabulary shards."""
+    """Return the estimate `ours` with any recomputation inside B and without vocabulary shards, as in megatron-core."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -50,7 +50,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
-    """Return a recorded run's timeline or, if `planned` is set, a simulation of its schedule with measured times."""
+    """Return a recorded run's timeline or, if `planned` is set, a simulation of the run with measured times."""
     measured, memory = recorded_run(_file_text(file))
     with trace_errors():
         simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # checks the order
@@ -139,7 +139,7 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return an error message and a flag: the flag in the message or, without one, the flag to change."""
+    """Return an error message, and the flag that the message names or, if it names none, the flag to change."""
     message = one_line(error)
     if named := re.match(r"arguments? --([\w-]+):? (.*)", message):
         return {"error": named[2], "flag": named[1]}

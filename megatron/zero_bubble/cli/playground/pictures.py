@@ -37,7 +37,7 @@ _CAUSES = {
 
 
 def facts() -> dict[str, Any]:
-    """Return the playground page's constants, such as all schedules and the colours of the causes of idle time."""
+    """Return the playground page's constants, such as all schedules and the colors of the causes of idle time."""
     return {
         "schedules": [
             {

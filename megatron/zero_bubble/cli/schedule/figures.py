@@ -55,11 +55,11 @@ class ScheduleFigures:
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
-    """Cost of the schedule if R runs within B, as in megatron-core; None unless all activations are recomputed."""
+    """Cost of the schedule with R inside B, as in megatron-core; None unless all activations are recomputed."""
 
     @property
     def gain(self) -> float:
-        """Relative increase in the speed of iterations through post-validation."""
+        """Fraction by which post-validation increases the speed of iterations."""
         return float(self.without_post_validation / self.iteration_time - 1)
 
     @property
@@ -81,7 +81,7 @@ class ScheduleFigures:
 
     @property
     def above_bound(self) -> float:
-        """Fraction by which the cost of the schedule exceeds its lower bound."""
+        """Fraction by which the schedule's cost exceeds the lower bound of the cost."""
         return float(self.timeline.cost / self.lower_bound - 1) if self.lower_bound else 0.0
 
     @property
@@ -180,7 +180,7 @@ def simulated_figures(
 
 
 def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
-    """Return a schedule's cost if R runs within B, as in megatron-core; None unless all activations are recomputed."""
+    """Return a schedule's cost with R inside B, as in megatron-core; None unless all activations are recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
     plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
@@ -221,7 +221,8 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
     Flags, and cost files with one entry per rank, give the costs of whole ranks; `stage_costs` splits these costs among
-    the chunks of each rank. M_B is the largest activation memory of one microbatch on all chunks of a rank.
+    the chunks of each rank. M_B is the activation memory of one microbatch on all chunks of a rank, for the rank
+    where this memory is largest.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -30,14 +30,14 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest time in the plot of --dial, divided by the time of the fastest plan that keeps all activations."""
+"""Largest time in the plot of --dial, relative to `_fastest`; a curve with only larger times is plotted completely."""
 _PARTS = (0.8, 0.5, 0.25)
 """The printed text compares the fastest plan with plans that fit into these shares of the fastest plan's memory."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """A schedule's results under every memory limit that allows a plan; with --dial, for one kind of plan (`way`)."""
+    """A schedule's results under every memory limit that allows a plan; with --dial, for plans of the kind `way`."""
 
     name: str
     schedule: str
@@ -89,7 +89,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 def _points(
     flags: CurveFlags, name: str, limits: Sequence[float], *, takes_makespan: bool
 ) -> dict[float, ScheduleFigures]:
-    """Return limit -> figures of the best plan that was found for this limit or for a lower limit, in which it fits."""
+    """Return, by memory limit, the figures of the best plan that was found for this limit or for a lower limit."""
     points: dict[float, ScheduleFigures] = {}
     best: ScheduleFigures | None = None
     for limit in limits:

@@ -67,7 +67,7 @@ def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
     """For every message, yield an arrow from the operation that makes the tensor to the operation that uses the tensor.
 
     Each end of an arrow lies between the start and the end of an operation, so that viewers attach the arrow to the
-    operation.
+    operation. A message has no arrow if one of its two operations takes no time.
     """
     numbers = count(1)
     for sender, source, receiver, user in messages(timeline):

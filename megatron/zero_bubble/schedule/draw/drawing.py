@@ -43,7 +43,7 @@ class Drawing:
     width: float
     """Width of the drawing in pixels."""
     duration: float
-    """Time that the width of the drawing, without its margins, represents."""
+    """Duration that the width of the drawing, without its margins, represents."""
 
     @property
     def num_lanes(self) -> int:
@@ -179,7 +179,7 @@ class Options(TypedDict, total=False):
     width: int | None
     """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Time that the width represents, by default the makespan; drawings of equal width and duration share a scale."""
+    """Duration shown in the width, by default the makespan; drawings of equal width and duration share a scale."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:

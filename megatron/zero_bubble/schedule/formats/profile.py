@@ -87,7 +87,7 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether `text` names the format of a profile in its first characters."""
+    """Whether the first 200 characters of `text` contain the name of the profile format."""
     return _FORMAT in text[:200]
 
 

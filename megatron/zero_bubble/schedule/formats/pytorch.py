@@ -40,8 +40,8 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     communication as "compute_only".
 
     Raises:
-        ScheduleError: PyTorch's CSV cannot represent the schedule, because it has an operation such as STEP, or
-            recomputes layers in several groups.
+        ScheduleError: the schedule has an operation for which PyTorch's CSV has no letters, such as STEP, or recomputes
+            layers in several groups.
     """
     nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:

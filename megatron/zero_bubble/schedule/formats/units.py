@@ -32,9 +32,9 @@ def units_from_json(text: str) -> ModelCosts:
 
     The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. An entry U
     has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
-    times have the same unit, and all amounts of memory have the same unit. An amount of memory is a change: F allocates
-    `memory_f`, and `memory_b` and `memory_w` are negative if B and W release memory. `all_to_all_f` is a part of
-    `time_f`, and `all_to_all_b` is a part of `time_b`.
+    times have the same unit, and all amounts of memory have the same unit. The memory costs of operations are changes
+    of memory: F allocates `memory_f`, and `memory_b` and `memory_w` are negative if B and W release memory.
+    `all_to_all_f` is a part of `time_f`, and `all_to_all_b` is a part of `time_b`.
 
     Raises:
         ScheduleError: the text is not a JSON object with the costs of a model's embedding, layers and output. The error

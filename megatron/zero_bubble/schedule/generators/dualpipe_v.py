@@ -15,7 +15,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     A pair runs a forward and a backward as one operation. For one chunk, let FB be the time of a pair, W the time of W,
     and BW the time of B and W together. If B takes as long as F, the bubble with p ranks is (p-1)(FB + BW - 3W). The
-    peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv 2412.19437, and DeepSeek's repository DualPipe.
+    peak memory is (p + 1/2) M_B, where M_B is the activation memory of one microbatch on both chunks of a rank. Source:
+    DeepSeek-V3, arXiv 2412.19437, and DeepSeek's repository DualPipe.
 
     Args:
         num_ranks: number of ranks p.

@@ -67,9 +67,9 @@ def interleaved_zb(
 ) -> Schedule:
     """Generate interleaved 1F1B with W split from B: on rank r (from 0), each W comes 2r backwards after its B.
 
-    The warmup of interleaved 1F1B is already as long as the warmup of ZB-H2. With W delayed as in ZB-H2, the bubble is
-    (p-1)(F+B-2W)/v, or slightly more if forwards arrive late at the next chunk. No rank needs more memory than rank 0
-    of interleaved 1F1B.
+    The warmup of interleaved 1F1B already has at least as many forwards as the warmup of ZB-H2. With W delayed as in
+    ZB-H2, the bubble is (p-1)(F+B-2W)/v, or slightly more if forwards arrive late at the next chunk. No rank needs more
+    memory than rank 0 of interleaved 1F1B.
 
     Args:
         num_ranks: number of ranks p.

@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate 1F1B: rank r (from 0) runs p-r-1 F, then F and BW alternately, then the remaining BW.
 
-    The bubble is (p-1)(F+B+W), and the peak memory of rank r is (p-r) M_B. Source: Narayanan et al. 2021, arXiv
-    2104.04473.
+    The bubble is (p-1)(F+B+W), and the peak memory of rank r is (p-r) M_B, where M_B is the activation memory of one
+    microbatch on a rank. Source: Narayanan et al. 2021, arXiv 2104.04473.
 
     Args:
         num_ranks: number of ranks p.

@@ -12,8 +12,9 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate ZB-H1: 1F1B with W split from B. On rank r (from 0), each W comes r microbatches after its B.
 
-    A rank sends the result of each B before running W, and the delayed W fill the cooldown. The bubble is (p-1)(F+B-W),
-    and the peak memory of rank r is (p-r) M_B + r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
+    A rank sends the result of each B before running W, and the delayed W fill the cooldown. The bubble is (p-1)(F+B-W).
+    The peak memory of rank r is (p-r) M_B + r M_W, where one microbatch takes the memory M_B on a rank from F to B, and
+    M_W from B to W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
 
     Args:
         num_ranks: number of ranks p.

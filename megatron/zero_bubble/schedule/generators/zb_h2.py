@@ -12,8 +12,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The long warmup removes the wait for the first B. All ranks have the same span, but later ranks start and end later.
     Because later ranks end later, an optimizer step that synchronizes the ranks would lengthen the iteration. The
-    bubble is (p-1)(F+B-2W). The peak memory of rank r is (2p-2r-1) M_B + 2r M_W. Source: Qi et al. 2024, arXiv
-    2401.10241, section 2.3.2.
+    bubble is (p-1)(F+B-2W). The peak memory of rank r is (2p-2r-1) M_B + 2r M_W, where one microbatch takes the memory
+    M_B on a rank from F to B, and M_W from B to W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
 
     Args:
         num_ranks: number of ranks p.
