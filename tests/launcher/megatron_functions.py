@@ -22,6 +22,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -163,7 +164,7 @@ def installed() -> Source:
 def tables() -> list[Needed]:
     """Everything in the tables that are checked when a launch begins."""
     session = ScriptHooks(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
-    return [*session.hooks(), *session.needed(), *cpu_hooks()]
+    return [*session.hooks(), *session.needed(), *cpu_hooks(ExitStack())]
 
 
 def functions(sources: Sequence[Source]) -> Functions:

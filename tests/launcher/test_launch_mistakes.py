@@ -15,12 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.launch import disable, enable
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import settle_layout, validate_arguments
 from megatron.zero_bubble.launcher.script_settings import flags_of
@@ -233,21 +231,6 @@ def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SessionError, match="--timing-log-level 2"):
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
-
-
-def test_zero_bubble_is_enabled_once_at_a_time() -> None:
-    original = schedules.get_forward_backward_func
-    enable("zb-h1", cpu=True)
-    try:
-        assert schedules.get_forward_backward_func is not original
-        with pytest.raises(SessionError, match=r"^zero bubble is enabled already: call disable\(\) first$"):
-            enable("zb-h2", cpu=True)
-    finally:
-        disable()
-    disable()
-    assert schedules.get_forward_backward_func is original
-    enable("zb-h1", cpu=True)
-    disable()
 
 
 @pytest.mark.exhaustive

@@ -23,14 +23,16 @@ if __name__ == "__main__":
     substitute_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 
-    write_in_threads(keep_results=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weight = torch.arange(6.0)
     state = {"weight": ShardedTensor.from_rank_offsets("weight", weight)}
     for name in ("first", "second"):
-        dist_checkpointing.save(state, f"{sys.argv[1]}/{name}")
+        with written_in_threads(keep_results=True):
+            dist_checkpointing.save(state, f"{sys.argv[1]}/{name}")
+        assert filesystem_async._results_queue is None
         loaded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(6))}
         assert torch.equal(dist_checkpointing.load(loaded, f"{sys.argv[1]}/{name}")["weight"], weight)
     assert "__0_0.distcp" in written, written

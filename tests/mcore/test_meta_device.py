@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -32,4 +33,6 @@ def test_a_gpu_and_its_layers_are_left_alone(flags: str, monkeypatch: pytest.Mon
     # With Transformer Engine, megatron-core's stacks of local layers end with its norm.
     monkeypatch.setattr(meta_device, "find_spec", lambda name: True)
     monkeypatch.setattr(layer_spec, "LayerNormImpl", used)
+    hook = sys.excepthook
     assert count_model(args) == expected
+    assert sys.excepthook is hook

@@ -37,6 +37,12 @@ def test_gradients_and_buffers_stay(make, layer_of):
     assert not any("forward" in vars(each) for each in module.modules()), "a module is split"
 
 
+def test_dropout_of_the_training_draws_as_without_the_measurement():
+    state = torch.get_rng_state()
+    measure_layers([nn.Linear(6, 6), nn.Dropout(0.5)], mse_loss, EXAMPLE, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_layer_that_cannot_be_copied_is_named():
     layer = nn.Linear(6, 6)
     layer.lock = threading.Lock()

@@ -76,6 +76,14 @@ def test_b_and_w_are_autograd_s_backward(name):
     assert_same(fused, reference)
 
 
+def test_a_user_s_hooks_on_saved_tensors_may_be_methods_of_tensors():
+    layer, store = nn.Linear(6, 4), WeightGradStore()
+    split_modules([layer], store)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.double, torch.Tensor.float):
+        run(layer, [torch.randn(5, 6)], store)
+    assert store.pending()
+
+
 def test_an_embedding_has_no_b():
     layer = nn.Embedding(10, 4, padding_idx=2)
     reference, store = copy.deepcopy(layer), WeightGradStore()

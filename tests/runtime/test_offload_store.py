@@ -96,6 +96,23 @@ def test_what_autograd_gives_up_within_f_is_not_copied():
     assert store.buffers.num_bytes == 0
 
 
+def test_a_storage_that_f_empties_for_b_to_fill_again_is_not_copied():
+    """Selective recomputation does so with tensors that autograd has saved."""
+    store, x = OffloadStore(ThreadLink()), data()
+    with store.forward(0, 0, [x]):
+        y = x.tanh()
+        output = y.sin().cos()  # saves `y` and its sine
+        y.untyped_storage().resize_(0)
+    after_f, after_d, after_h = round_trip(store)
+    assert (after_f, after_d, after_h) == (BYTES, 0, BYTES)
+    y.untyped_storage().resize_(BYTES)
+    y.untyped_storage().copy_(x.detach().tanh().untyped_storage())
+    output.backward(torch.ones_like(output))
+    again = data()
+    again.tanh().sin().cos().backward(torch.ones_like(output))
+    assert torch.equal(x.grad, again.grad)
+
+
 def test_microbatches_share_host_memory_one_after_the_other():
     store = OffloadStore(ThreadLink())
     for microbatch in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_every_refusal_gives_its_reason_and_its_alternative() -> None:
 def test_every_function_of_the_launcher_has_a_row_with_its_reason_and_versions() -> None:
     session = ScriptHooks(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
     lines = HOOKS.splitlines()
-    for needed in (*session.hooks(), *session.needed(), *cpu_hooks()):
+    for needed in (*session.hooks(), *session.needed(), *cpu_hooks(ExitStack())):
         [line] = [line for line in lines if f"`{needed.target}`" in line]
         versions = f" ({', '.join(needed.versions)} only)" if needed.versions else ""
         assert line.endswith(f"| {needed.reason}{versions} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -69,26 +69,24 @@ def one_process(args: Arguments) -> Iterator[None]:
     Args:
         args: the complete arguments of a job with any pipeline size.
     """
-    substitution = substitute_cuda()
-    # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
-    from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    # Everything is undone even after an error, because no other rank waits for this rank.
+    with ExitStack() as changes:
+        changes.callback(substitute_cuda().restore)
+        # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
-    from megatron.zero_bubble.trainer.initialize import initialized
+        from megatron.zero_bubble.trainer.initialize import initialized
 
-    alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    backend = "nccl" if device is not None else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    try:
+        alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        backend = "nccl" if device is not None else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        changes.callback(dist.destroy_process_group)
+        changes.callback(parallel_state.destroy_model_parallel)
+        changes.callback(unset_num_microbatches_calculator)
         with initialized(alone, Placement("linear", 1)):
             yield
-    finally:
-        # Process groups are destroyed even after an error, because no other rank waits for this rank.
-        unset_num_microbatches_calculator()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        substitution.restore()
 
 
 def rank_model(

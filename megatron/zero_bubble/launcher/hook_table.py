@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
-from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -41,6 +42,8 @@ class ScriptHooks:
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
         self._run: Run | LoopRun | None = None
+        self._changes = ExitStack()
+        """Undoes changes of megatron-core's classes and of the script's configurations."""
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks that a schedule needs, in the order in which a script calls the hooked functions."""
@@ -92,7 +95,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
-            _defer_weight_gradients,
+            self._defer_weight_gradients,
         )
         for model, more, versions in _MODELS:
             yield Hook(
@@ -213,7 +216,15 @@ class ScriptHooks:
         if script is None:
             return call.proceed()
         self._run = run = Run(script, self.flags)
+        self._changes.enter_context(_written_in_threads(script))
         return run.begin(call)
+
+    def _defer_weight_gradients(self, call: Call) -> None:
+        config = call["config"]
+        if not getattr(config, "delay_wgrad_compute", True):
+            self._changes.callback(setattr, config, "delay_wgrad_compute", False)
+            defer_weight_gradients(config)
+        call.proceed()
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
         """Pass a call to `handle` if Megatron-LM's trainer runs; under another loop, call the original function."""
@@ -234,8 +245,10 @@ class ScriptHooks:
             )
 
     def close(self) -> None:
+        """Close all sessions, in reverse order because they replace the same functions, and undo other changes."""
         for session in () if self._run is None else self._run.sessions:
-            session.close()
+            self._changes.callback(session.close)
+        self._changes.close()
 
 
 def _script_arguments() -> Namespace | None:
@@ -250,14 +263,16 @@ def _script_arguments() -> Namespace | None:
         return None
 
 
-def _defer_weight_gradients(call: Call) -> None:
-    if hasattr(call["config"], "delay_wgrad_compute"):
-        defer_weight_gradients(call["config"])
-    call.proceed()
+def _written_in_threads(script: Namespace) -> AbstractContextManager[None]:
+    return written_in_threads(keep_results=not getattr(script, "async_save", False))
 
 
-def cpu_hooks() -> Iterator[Hook]:
-    """Yield the hooks that, together with `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA."""
+def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
+    """Yield the hooks that, together with `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA.
+
+    Args:
+        changes: closed to undo the changes that a hook has made.
+    """
 
     from megatron.core import datasets
 
@@ -267,7 +282,7 @@ def cpu_hooks() -> Iterator[Hook]:
         call["allow_no_cuda"] = True
         result = call.proceed()
         # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
-        write_in_threads(keep_results=not getattr(get_args(), "async_save", False))
+        changes.enter_context(_written_in_threads(get_args()))
         return result
 
     yield Hook(

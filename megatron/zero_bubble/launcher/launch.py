@@ -58,7 +58,8 @@ class Launch:
         # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
-        hooks: list[Hook] = [*cpu_hooks()] if cpu is not None and not torch.cuda.is_available() else []
+        runs_on_cpu = cpu is not None and not torch.cuda.is_available()
+        hooks: list[Hook] = [*cpu_hooks(resources.enter_context(ExitStack()))] if runs_on_cpu else []
         if flags.asks_for_schedule:
             self.script_hooks = ScriptHooks(flags)
             hooks += self.script_hooks.hooks()

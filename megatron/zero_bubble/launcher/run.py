@@ -19,7 +19,6 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
-from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
@@ -53,7 +52,6 @@ class Run:
             check_implementation(job.flags)
             self.session = Session(job, PROGRAM)
         self.sessions = [self.session]
-        write_in_threads(keep_results=not getattr(script, "async_save", False))
         self._built: list[torch.nn.Module] = []
         """The model chunks of this rank that the script has built."""
         self._chunks: list[torch.nn.Module] = []

@@ -36,7 +36,7 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
     Raises:
         CheckpointError: raised on every rank, if any rank cannot write its part of the checkpoint.
     """
-    with _failures_after_the_end() as failures:
+    with written_in_threads(keep_results=True), _failures_after_the_end() as failures:
         try:
             dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         except CheckpointException as error:
@@ -76,8 +76,9 @@ _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of megatron-core's method that writes a rank's files: `..._multiproc` up to 0.16, then `..._multithread`."""
 
 
-def write_in_threads(*, keep_results: bool) -> None:
-    """Let megatron-core write each file of a checkpoint in a thread. Call `write_in_threads` before the first save.
+@contextmanager
+def written_in_threads(*, keep_results: bool) -> Iterator[None]:
+    """Let megatron-core write each file of a checkpoint in a thread, for saves inside the `with` block.
 
     megatron-core 0.16 forks a process for each file, and waits forever if the system kills the forked process for lack
     of memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, so
@@ -90,11 +91,13 @@ def write_in_threads(*, keep_results: bool) -> None:
             killed. Asynchronous saves need megatron-core's server process, so `keep_results` must be false for
             asynchronous saves.
     """
-    for name in _NAMES:
-        if hasattr(FileSystemWriterAsync, name):
-            setattr(FileSystemWriterAsync, name, staticmethod(write_files))
-    if keep_results and filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+    with ExitStack() as changes:
+        for name in _NAMES:
+            if hasattr(FileSystemWriterAsync, name):
+                changes.enter_context(replaced(FileSystemWriterAsync, name, staticmethod(write_files)))
+        if keep_results and filesystem_async._results_queue is None:
+            changes.enter_context(replaced(filesystem_async, "_results_queue", queue.Queue()))
+        yield
 
 
 def write_files(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:

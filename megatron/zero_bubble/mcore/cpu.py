@@ -53,12 +53,13 @@ class CpuSubstitution:
     """Replaces attributes and sets environment variables, until `restore()` is called."""
 
     def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
-        self._changes = contextlib.ExitStack()
-        for name in environment.keys() - os.environ.keys():
-            os.environ[name] = environment[name]
-            self._changes.callback(os.environ.pop, name, None)
-        for owner, name, replacement, _ in list(applied):  # `list` imports megatron-core, which reads the environment
-            self._changes.callback(set_attribute(owner, name, replacement))
+        with contextlib.ExitStack() as changes:
+            for name in environment.keys() - os.environ.keys():
+                os.environ[name] = environment[name]
+                changes.callback(os.environ.pop, name, None)
+            for owner, name, replacement, _ in list(applied):  # imports megatron-core, which reads the environment
+                changes.callback(set_attribute(owner, name, replacement))
+            self._changes = changes.pop_all()
 
     def restore(self) -> None:
         """Put the original attributes and environment variables back; only the first call has an effect."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -48,14 +49,16 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
         expert_tensor: number of tensor-parallel ranks of an expert.
     """
     assert not dist.is_initialized(), "a default process group exists already"
-    random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
-    # Nothing may run on a CUDA device of this machine.
-    cuda = CpuSubstitution(ENVIRONMENT, substitutions())
-    substituted = CpuSubstitution({}, _substitutions())
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=0, world_size=math.lcm(tensor * context, expert_tensor * expert)
-    )
-    try:
+    shapes, size = cast("Any", symbolic_shapes), math.lcm(tensor * context, expert_tensor * expert)
+    with contextlib.ExitStack() as changes:
+        changes.callback(torch.set_rng_state, torch.get_rng_state())
+        changes.callback(setattr, sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
+        # Nothing may run on a CUDA device of this machine.
+        changes.callback(CpuSubstitution(ENVIRONMENT, substitutions()).restore)
+        changes.callback(CpuSubstitution({}, _substitutions()).restore)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        changes.callback(dist.destroy_process_group)
+        changes.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             context_parallel_size=context,
@@ -70,12 +73,6 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
             shapes.patch(meta_nonzero_assume_all_nonzero=True),
         ):
             yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        substituted.restore()
-        cuda.restore()
-        torch.set_rng_state(random_state)
 
 
 def _substitutions() -> Iterator[Substitution]:

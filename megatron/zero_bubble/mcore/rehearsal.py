@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,10 @@ def rehearse(
         medians over the rounds of measurement.
     """
     with undisturbed(), ExitStack() as opened:
-        runs = [_Rehearsal(contender, models, kinds, connect()) for contender in contenders]
+        runs = [
+            opened.enter_context(closing(_Rehearsal(contender, models, kinds, connect()))) for contender in contenders
+        ]
         for run in runs:
-            opened.callback(run.close)
             run.milliseconds(1)
         start = time.perf_counter()
         times = [[run.milliseconds(run.num_steps) for run in runs]]

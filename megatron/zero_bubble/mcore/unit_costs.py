@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 
@@ -103,9 +103,8 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
     states = []
     with undisturbed(), as_one_rank():
         for index in range(len(units)):
-            unit_run = UnitRun(models, units, index)
-            states.append(unit_run.state_bytes())
-            unit_run.close()
+            with closing(UnitRun(models, units, index)) as unit_run:
+                states.append(unit_run.state_bytes())
     embedding, *of_layers, output = states
     return [embedding, *(of_layers[kind] for kind in kinds), output]
 
@@ -137,10 +136,12 @@ def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[
 def undisturbed() -> Iterator[None]:
     """Restore the random states, and free the memory of models, at the end of the `with` block."""
     random_states = Restart([])
-    yield
-    random_states.apply()
-    gc.collect()
-    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        random_states.apply()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -150,10 +151,12 @@ def as_one_rank() -> Iterator[None]:
     parallel_state.set_pipeline_model_parallel_rank(0)
     parallel_state.set_pipeline_model_parallel_world_size(1)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
-    yield
-    parallel_state.set_pipeline_model_parallel_rank(None)
-    parallel_state.set_pipeline_model_parallel_world_size(None)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
@@ -163,22 +166,22 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
     operations of `run_measured` start with cold caches, as in training.
     """
     end = time.perf_counter() + seconds
-    unit_runs = [UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]
-    for _ in range(_GAP_PASSES):
+    with ExitStack() as opened:
+        unit_runs = [
+            opened.enter_context(closing(UnitRun(models, units, index, pairs=pairs))) for index in range(len(units))
+        ]
+        for _ in range(_GAP_PASSES):
+            for unit_run in unit_runs:
+                unit_run.run_for_gaps()
+        caches = ColdCaches(torch.device(torch.cuda.current_device()))
+        start = time.perf_counter()
         for unit_run in unit_runs:
-            unit_run.run_for_gaps()
-    caches = ColdCaches(torch.device(torch.cuda.current_device()))
-    start = time.perf_counter()
-    for unit_run in unit_runs:
-        unit_run.run_measured(caches, with_memory=True)
-        unit_run.run_backwards(caches)
-    now = time.perf_counter()
-    passes = math.floor(min(from_all_ranks((end - now) / (now - start))))
-    for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
-        for unit_run in unit_runs:
-            unit_run.run_measured(caches)
+            unit_run.run_measured(caches, with_memory=True)
             unit_run.run_backwards(caches)
-    measured = [unit_run.costs() for unit_run in unit_runs]
-    for unit_run in unit_runs:
-        unit_run.close()
-    return measured
+        now = time.perf_counter()
+        passes = math.floor(min(from_all_ranks((end - now) / (now - start))))
+        for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
+            for unit_run in unit_runs:
+                unit_run.run_measured(caches)
+                unit_run.run_backwards(caches)
+        return [unit_run.costs() for unit_run in unit_runs]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.failures import failing_as
+from megatron.zero_bubble.pipeline.forward_state import ForwardState
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
 from megatron.zero_bubble.pipeline.specs import built, call_of
 from megatron.zero_bubble.pipeline.weight_split import split_modules
@@ -40,7 +41,7 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of F, B and W of every layer; the last layer's times include the loss function.
 
-    `measure_layers` runs a copy of each layer, so that the layers themselves do not change.
+    `measure_layers` runs a copy of each layer, and restores random states, so that the training does not change.
 
     Args:
         example: a pair (inputs, targets) of one microbatch.
@@ -77,7 +78,7 @@ def _measure(
     """Run a layer several times; return the layer's median times of F, B and W, and the layer's output."""
     clock = device_clock(device)
     given = StageMessage.of(value)
-    runs = []
+    runs, state = [], ForwardState([], device)
     for run in range(_RUNS):
         inputs = [
             tensor.detach().clone().requires_grad_(needs_input_grad and tensor.is_floating_point())
@@ -97,6 +98,7 @@ def _measure(
         marks.append(clock.mark())
         start, after_f, after_b, after_w = clock.seconds(marks)
         runs.append(LayerTimes(after_f - start, after_b - after_f, after_w - after_b))
+    state.restore()
     return LayerTimes(*map(median, zip(*runs[1:], strict=True))), output.detach().value
 
 

@@ -124,7 +124,7 @@ class Pipeline(PartialModel):
                 stage ignores the batch.
 
         Raises:
-            ValueError: on all ranks, if the batch is invalid or the forward of a layer fails.
+            ValueError: on all ranks of the pipeline, if the batch is invalid or the forward of a layer fails.
         """
         return self._train(batch)
 
@@ -139,8 +139,8 @@ class Pipeline(PartialModel):
         cannot be used any more.
 
         Raises:
-            ValueError: on all ranks, if the batch is invalid, the forward of a layer fails, or the optimizer's step
-                fails or needs a closure.
+            ValueError: on all ranks of the pipeline, if the batch is invalid, the forward of a layer fails, or the
+                optimizer's step fails or needs a closure.
         """
         check_optimizer(optimizer)
         if self._late is None:

@@ -259,7 +259,7 @@ def _is_checkpointed_by_torch() -> bool:
     split layer would each repeat the forward. The warning says that W stays in B.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if not hooks or hooks[0].__module__ != checkpoint.__module__:
+    if not hooks or getattr(hooks[0], "__module__", None) != checkpoint.__module__:
         return False
     warnings.warn(
         "W stays in B inside torch.utils.checkpoint(use_reentrant=False): give checkpoint=True to LayerSpec or "

@@ -2,8 +2,8 @@
 
 A building block is the path of one microbatch through the ranks in four legs: the F of chunk 0 from the first rank to
 the last, the F of chunk 1 back to the first rank, the B of chunk 1 to the last rank, and the B of chunk 0 back to the
-first rank. In each leg (F or B of one chunk on all ranks), the time between the starts of the operation on successive
-ranks determines for how long activations stay in memory.
+first rank. The longer a leg takes from the start of its operation on one rank to the start on the next rank, the longer
+activations stay in memory.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class OrderGraph:
     def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> None:
         """Replace the operations of `rank` at the positions `first` to `end - 1` by `part`.
 
-        `part` contains the replaced operations in another order, possibly with some R added or removed.
+        `part` contains the operations that it replaces, in a new order, possibly with some R added or removed.
         """
         lane = self.lanes[rank]
         before, after = {*lane[first:end]}, {*part}

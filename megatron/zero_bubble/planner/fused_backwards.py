@@ -53,7 +53,7 @@ def with_separate_backwards(schedule: Schedule) -> Schedule:
     lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
     parts = {OpKind.BW: KINDS[OpKind.BW].makes}
     ops = (tuple(op._replace(kind=kind) for op in lane for kind in parts.get(op.kind, (op.kind,))) for lane in lanes)
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops), schedule.groups)
+    return replace(schedule, ops=tuple(ops))
 
 
 def with_some_backwards_fused(schedule: Schedule) -> Schedule:
@@ -67,7 +67,7 @@ def with_some_backwards_fused(schedule: Schedule) -> Schedule:
         followed = _followed_by_w(lane, schedule.num_microbatches)
         of_chunks = ([op for op in lane if op in followed and op.chunk == c] for c in range(schedule.num_chunks))
         joined.append(frozenset(op for ops in of_chunks for op in ops[::2]))
-    return replace(_joined(apart, joined), groups=schedule.groups)
+    return _joined(apart, joined)
 
 
 def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
@@ -103,4 +103,4 @@ def _joined(schedule: Schedule, joined: Sequence[frozenset[Op]]) -> Schedule:
     for lane, here in zip(schedule.ops, joined, strict=True):
         dropped = {op._replace(kind=OpKind.W) for op in here}
         ops.append(tuple(op._replace(kind=OpKind.BW) if op in here else op for op in lane if op not in dropped))
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops))
+    return replace(schedule, ops=tuple(ops))

@@ -125,6 +125,11 @@ class _Storage:
         self.device: torch.Tensor | None = _as_byte_tensor(tensor.untyped_storage(), self.place)
         self.host: torch.Tensor | None = None
 
+    def was_emptied(self) -> bool:
+        """Whether the storage on the device has become smaller than the tensor that autograd saved."""
+        assert self.device is not None
+        return self.device.untyped_storage().nbytes() < self.device.nbytes
+
     def release(self) -> bool:
         """Free the storage on the device; return False if the storage stays because other code still uses it."""
         assert self.device is not None
@@ -184,8 +189,12 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """List the storages that autograd still holds at the end of F; if gradients are disabled, the list is empty."""
-        self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
+        """List the storages that autograd still holds at the end of F; if gradients are disabled, the list is empty.
+
+        A storage that F has emptied, to fill it again in B (selective recomputation), stays on the device.
+        """
+        held = [entry for known in self._collected.values() if (entry := known()) is not None]
+        self.storages = [entry for entry in held if not entry.was_emptied()]
         self._collected.clear()
 
     def device_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Measures how much time a forward and a backward save if they run as one operation.
 
 If a forward and a backward run as one operation (a *pair*), exchanges of tokens between experts can overlap with
-computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges take
-processor time and cannot overlap with computation. The saved time is the sum of the separate
-durations of the forward and the backward, minus the duration of the pair.
+computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges of tokens
+take processor time, and therefore cannot overlap with computation. The saved time is the sum of the separate durations
+of the forward and the backward, minus the duration of the pair.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_PAIRS = PairTime()
 
 
 def _hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return a pair's overlap of token exchanges with computation, as a fraction of the longest possible overlap."""
+    """Return the overlap of token exchanges with computation in a pair of F and B, as a fraction of its maximum."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0

@@ -4,9 +4,9 @@ The sender announces a message of unknown shape with a header, which contains th
 between the CPUs, and are sent in the order of the messages. The receiver posts the receive of a message after the
 message's header has arrived.
 
-Two kinds of messages need no header: messages of fixed shape, and answers to messages of the receiving rank. For
-example, the gradient of an activation is an answer, because the rank that receives the gradient has sent the activation
-and therefore knows the shape.
+Two kinds of messages need no header: messages of fixed shape, and *answers*, whose shapes the receiver knows from
+messages that it has sent. For example, the gradient of an activation is an answer, because the rank that receives the
+gradient has sent the activation and therefore knows the shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """Describes an answer to a message of this rank; the answer's shape is known once the message has been sent."""
+    """Describes an answer to a message that this rank sends; the answer's shape is known once the message has been sent."""
 
     find: Callable[[], TensorSpec | None]
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""

@@ -157,7 +157,7 @@ class KindFacts:
     saves: tuple[str, ...] = ()
     """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the field in `frees`, is the change of memory by the operation."""
+    """The operation changes the memory in use by the sum of these `StageCosts` fields, minus the field in `frees`."""
     frees: tuple[str, ...] = ()
     """The field of `StageCosts` with the memory that the operation releases."""
     link: str = ""

@@ -10,6 +10,7 @@ long as the whole pair, and the forward takes no time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -131,4 +132,4 @@ def _changed(schedule: Schedule, chosen: Sequence[Set[Op]], kinds: Mapping[OpKin
         tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
         for lane, here in zip(schedule.ops, chosen, strict=True)
     )
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)
+    return replace(schedule, ops=ops)

@@ -209,8 +209,8 @@ def build_post_validation(
 class Replicas:
     """Averages parameters over replicas under `--hierarchical-sgd`, and measures how long replicas wait for each other.
 
-    A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
-    `Replicas` object does nothing.
+    All ranks together create their `Replicas` objects before the first step. With a single replica, a `Replicas` object
+    does nothing.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.

@@ -244,11 +244,10 @@ class Session:
         Raises:
             ValueError: the model or the optimizer does not fit the settings.
         """
-        job, flags = self.job, self.job.flags
+        job, flags, self.iteration = self.job, self.job.flags, iteration
         if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
             flag = HIERARCHICAL_SGD if job.hierarchy is not None else POST_VALIDATION
             raise ValueError(f"{flag} needs an optimizer made by megatron-core's get_megatron_optimizer")
-        self.has_started, self.iteration = True, iteration
         check_layers_built(flags.num_layers, job.placement, model)
         describe(job, model)
         self._resources.enter_context(shorter_last_blocks())
@@ -263,6 +262,7 @@ class Session:
             self.run = self.forward_backward_func = run = self.open_run(iteration, write_plan)
             self._timeline = open_timeline(flags, run, iteration)
             self._watchdog = open_watchdog(flags, run, self._program)
+        self.has_started = True
 
     def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:
         """Return the forward-backward function of a run that begins after `iteration`."""
@@ -305,13 +305,13 @@ class Session:
 
     def close(self) -> None:
         """Close the watchdog and the channels between stages, and undo all patches; a second call has no effect."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
-        if self.forward_backward_func is not None:
-            self.forward_backward_func.close()
-            self.forward_backward_func = None
-        self._resources.close()
+        with self._resources:  # closed even if a channel cannot be closed
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
+            if self.forward_backward_func is not None:
+                self.forward_backward_func.close()
+                self.forward_backward_func = None
 
     def __enter__(self) -> Session:
         return self

@@ -125,7 +125,8 @@ def report(program: str, error: Exception) -> int:
     """Print the reason why the program ends, only once even if all ranks have the same reason; return the exit status.
 
     Ranks above 0, and ranks that have lost their connection to another rank, sleep for some seconds before they print
-    their errors. Meanwhile, torchrun usually notices the rank that failed first, and ends the sleeping ranks.
+    their errors. Before a sleeping rank prints, torchrun usually notices that another rank has failed, and ends the
+    sleeping rank.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):

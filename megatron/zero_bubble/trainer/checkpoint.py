@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, load, read_metadata
-from megatron.zero_bubble.mcore.checkpoint_writing import save, write_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
 from megatron.zero_bubble.mcore.shard_checkpoints import sharded_optimizer_state, sharded_state, shards_of
 from megatron.zero_bubble.runtime.joint import jointly, on_rank
@@ -84,7 +84,6 @@ class Checkpointer:
         self._progress, model, self._optimizer, self._scheduler = state
         keys = ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
         self._chunks = dict(zip(keys, map(unwrap_model, model), strict=True))
-        write_in_threads(keep_results=True)
 
     def save(self) -> None:
         """Write a checkpoint of the last complete iteration to a folder under `args.save`; a collective call.

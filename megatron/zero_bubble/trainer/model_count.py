@@ -9,7 +9,7 @@ matrix products and the saved tensors of the GPU kernels instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -208,7 +208,9 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
     split_weight_gradients([model], store)
     operations = list[float]()
     f, b, inputs = Op(OpKind.F, 0, 0), Op(OpKind.B, 0, 0), _microbatch(args, model)
-    with closing(SavedTensorMeter(store)) as meter:
+    with ExitStack() as ended:
+        ended.callback(clear_losses)
+        meter = ended.enter_context(closing(SavedTensorMeter(store)))
         with _counted(operations):
             meter.begin(f)
             output = model(**inputs)
@@ -219,7 +221,6 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
         after_b = after_f + meter.end(b)
     with _counted(operations):
         store.pop(0, 0)
-    clear_losses()
     return UnitCount(parameters, Flops(*operations), Activations(after_f, after_b), whole, further)
 
 

@@ -120,7 +120,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return a `Contestant` that may fail, for megatron-core's interleaved schedule with `chunks` chunks a rank."""
+    """Return megatron-core's interleaved schedule, `chunks` chunks a rank; the benchmark leaves it out if it fails."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)
