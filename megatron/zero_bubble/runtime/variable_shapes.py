@@ -35,7 +35,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """Describes an answer to a message that this rank sends; the answer's shape is known once the message has been sent."""
+    """Describes an answer to a message that this rank sends; the answer's shape is known once the message is sent."""
 
     find: Callable[[], TensorSpec | None]
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
