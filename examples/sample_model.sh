@@ -1,8 +1,13 @@
 # The small GPT that examples/pretrain_sample.sh and examples/compare_sample.sh train on the sample text; both scripts
 # source this file. The number of pipeline ranks is a power of two from 2 to 8, according to the number of GPUs or,
-# without GPUs, of cores.
+# with at most one GPU, of cores.
 
 devices=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+if ((devices == 1)) && [[ ${PIPELINE_SIZE:-} != 1 && -z ${NCCL_MULTI_RANK_GPU_ENABLE:-} ]]; then
+    echo "the ranks run on processor cores, because NCCL needs one GPU for each rank" >&2
+    export CUDA_VISIBLE_DEVICES=
+    devices=0
+fi
 ((devices > 0)) || devices=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 if [[ -z ${PIPELINE_SIZE:-} ]]; then
     PIPELINE_SIZE=2

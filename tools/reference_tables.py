@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -69,7 +70,7 @@ def hook_tables() -> str:
             if "every schedule" not in asked.setdefault(hook.target, []):
                 asked[hook.target].append(title)
             replaced[hook.target] = hook
-    for hook in cpu_hooks():
+    for hook in cpu_hooks(ExitStack()):
         asked[hook.target], replaced[hook.target] = ["`--zero-bubble-cpu`"], hook
     of_post_validation = list(needed_for_post_validation())
     needed = list(ScriptHooks(LaunchFlags()).needed())

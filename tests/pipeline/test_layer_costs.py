@@ -38,8 +38,9 @@ def test_gradients_and_buffers_stay(make, layer_of):
 
 
 def test_dropout_of_the_training_draws_as_without_the_measurement():
+    layers = [nn.Linear(6, 6), nn.Dropout(0.5)]
     state = torch.get_rng_state()
-    measure_layers([nn.Linear(6, 6), nn.Dropout(0.5)], mse_loss, EXAMPLE, CPU)
+    measure_layers(layers, mse_loss, EXAMPLE, CPU)
     assert torch.equal(torch.get_rng_state(), state)
 
 

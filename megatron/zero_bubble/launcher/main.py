@@ -62,7 +62,7 @@ def _adopt(spec: ModuleSpec) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script in `argv`; after a user's mistake, print a one-line error, and return status 2 on every rank."""
+    """Run the script in `argv`; after a user's mistake, print a one-line error, and return status 2."""
     return run_program(PROGRAM, lambda: _launch(argv), SessionError)
 
 

@@ -157,7 +157,7 @@ def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | N
     if placement.kind == "v":
         return None  # The first and the last stage are on one rank.
     if not flags.untie_embeddings_and_output_weights or flags.mtp_num_layers is not None:
-        return "the gradients of tied embeddings are summed over both"
+        return "the gradients of the embedding are summed over both"
     if flags.calculate_per_token_loss:
         return "--calculate-per-token-loss needs the number of tokens from the last"
     return None

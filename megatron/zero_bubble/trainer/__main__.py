@@ -36,7 +36,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """Run the trainer; after a user's mistake, print a one-line error, and return exit status 2 on every rank."""
+    """Run the trainer; after a user's mistake, print a one-line error, and return exit status 2."""
     return run_program(PROGRAM, train)
 
 

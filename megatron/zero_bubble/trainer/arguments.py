@@ -89,7 +89,7 @@ class TrainingFlags:
     seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
     exit_interval: int | None = flag("exit after an iteration whose number is a multiple of this number", None)
     exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
-    exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
+    exit_signal_handler: bool = flag("save and exit on SIGTERM or Ctrl-C", False)
     manual_gc: bool = flag("accepted without effect: Python decides when it collects garbage", False)
     manual_gc_interval: int = flag("accepted without effect, as --manual-gc", 0)
     no_manual_gc_eval: bool = flag("accepted without effect, as --manual-gc", False)
