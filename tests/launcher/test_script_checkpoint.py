@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron.zero_bubble.launcher import script_checkpoint
-from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint, record_stages
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.start_up import SessionError
 
 
@@ -69,26 +71,60 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     return reads
 
 
-@pytest.mark.parametrize(("was", "now"), [(None, 2), (2, 1), (2, 4)])
-def test_another_number_of_chunks_is_refused(reads: mock.Mock, folder: Path, was: int | None, now: int) -> None:
-    """Megatron-LM would leave the further chunks with their initial weights. The file is read once."""
-    saved = Namespace(virtual_pipeline_model_parallel_size=was)
+PLACEMENTS = {
+    "linear": Placement("linear", 2),
+    "interleaved": Placement("interleaved", 2, 2),
+    "interleaved, 4 chunks": Placement("interleaved", 2, 4),
+    "V": Placement("v", 2, 2),
+}
+
+
+def partition_of(placement: Placement) -> list[int]:
+    return [8 // placement.num_stages] * placement.num_stages
+
+
+# Megatron-LM saves no V, and records no stages.
+SAVED = [(was, is_recorded) for was in PLACEMENTS for is_recorded in (False, True) if is_recorded or was != "V"]
+
+
+@pytest.mark.parametrize("now", PLACEMENTS)
+@pytest.mark.parametrize(("was", "is_recorded"), SAVED)
+def test_a_file_a_rank_fits_only_its_own_layout(
+    reads: mock.Mock, folder: Path, was: str, now: str, is_recorded: bool
+) -> None:
+    """Megatron-LM would load the layers by their numbers on the rank, without an error. The file is read once."""
+    chunks = PLACEMENTS[was].num_chunks
+    saved = Namespace(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+    if is_recorded:
+        record_stages(saved, PLACEMENTS[was], partition_of(PLACEMENTS[was]))
     reads.side_effect = lambda script, load_arg: (script, saved)
     checkpoint = checkpoint_of(folder)
-    checkpoint.check_chunks(was or 1)
-    with pytest.raises(SessionError, match=r"^[^\n]+$") as error:
-        checkpoint.check_chunks(now)
-    assert str(error.value).startswith(
-        f"--load {folder}: the checkpoint of format torch has {was or 1} chunks a rank, and this job has {now}: choose "
-    )
+    fits = was == now
+    with nullcontext() if fits else pytest.raises(SessionError, match=r"^[^\n]+$") as error:
+        checkpoint.check_stages(PLACEMENTS[now], partition_of(PLACEMENTS[now]))
+    if error is not None:
+        assert str(error.value).startswith(
+            f"--load {folder}: a checkpoint of format torch loads only into its own layout ({chunks} chunk"
+        )
     reads.assert_called_once()
+
+
+def test_other_layers_of_the_stages_do_not_fit(reads: mock.Mock, folder: Path) -> None:
+    saved = Namespace(virtual_pipeline_model_parallel_size=None)
+    record_stages(saved, PLACEMENTS["linear"], [3, 5])
+    reads.side_effect = lambda script, load_arg: (script, saved)
+    message = (
+        r"its own layout \(1 chunk a rank, layers 3 5\), and this job has another \(1 chunk a rank, layers 4 4\): "
+    )
+    with pytest.raises(SessionError, match=message):
+        checkpoint_of(folder).check_stages(PLACEMENTS["linear"], [4, 4])
 
 
 def test_a_checkpoint_without_arguments_is_loaded(reads: mock.Mock, folder: Path) -> None:
     reads.side_effect = lambda script, load_arg: script
-    checkpoint_of(folder).check_chunks(2)
+    checkpoint_of(folder).check_stages(PLACEMENTS["V"], [2] * 4)
 
 
 def test_sharded_checkpoints_are_not_read(reads: mock.Mock, folder: Path) -> None:
-    checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_chunks(2)
+    checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_stages(PLACEMENTS["V"], [2] * 4)
     reads.assert_not_called()

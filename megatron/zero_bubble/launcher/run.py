@@ -13,7 +13,7 @@ import torch
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint, record_stages
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
@@ -101,8 +101,10 @@ class Run:
             self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
                 build_layout(self._script, call, self.session.job, self.stages)
+        stages = self.session.job.placement, self.session.job.partition
         if checkpoint is not None:
-            checkpoint.check_chunks(self.session.job.placement.num_chunks)
+            checkpoint.check_stages(*stages)
+        record_stages(self._script, *stages)
         return call.proceed()
 
     def _keep_layout(self) -> None:

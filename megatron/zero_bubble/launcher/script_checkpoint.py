@@ -6,17 +6,21 @@ import contextlib
 import copy
 import io
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megatron.zero_bubble.runtime.joint import jointly
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _RESHARDED = "torch_dist"
 """Format of checkpoints that load into every layout."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+_STAGES = "zero_bubble_stages"
+"""Name of the script argument that records the placement and the layers of a job's stages."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +86,44 @@ class ScriptCheckpoint:
         return jointly(read)
 
     @users_mistakes()
-    def check_chunks(self, num_chunks: int) -> None:
-        """Refuse a checkpoint whose ranks have more or fewer model chunks than this job's ranks; a collective call.
+    def check_stages(self, placement: Placement, partition: Sequence[int]) -> None:
+        """Refuse a checkpoint of one file per rank whose ranks have other stages than this job; a collective call.
 
-        If a checkpoint with one file per rank lacks model chunks of this job, Megatron-LM loads the other chunks
-        without an error, and the missing chunks keep their initial weights.
+        Megatron-LM loads the layers of such a file by their numbers on the rank, without an error: layers of another
+        stage, and chunks and layers that are not in the file, would be wrong.
 
         Args:
-            num_chunks: number of model chunks on each rank of this job.
+            placement: the placement of this job.
+            partition: this job's number of layers of every stage, in model order.
 
         Raises:
             SessionError: the checkpoint does not fit the job.
         """
         if (kind := self.other_format) is None or self.arguments is None:
             return
-        was = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
-        if was != num_chunks:
+        was = getattr(self.arguments, _STAGES, None)
+        if was is None:  # saved without zero bubble, which has no V placements; the layers of the stages are not known
+            chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
+            was, now = _placed(chunks), _placed(placement.num_chunks, placement.kind)
+        else:
+            now = _stages(placement, partition)
+        if was != now:
             raise SessionError(
-                f"{self}: the checkpoint of format {kind} has {was} chunks a rank, and this job has {num_chunks}: "
-                f"choose a schedule with {was} chunks a rank, or save the checkpoint under such a schedule again with "
-                f"--ckpt-format {_RESHARDED}, which fits every schedule"
+                f"{self}: a checkpoint of format {kind} loads only into its own layout ({was}), and this job has "
+                f"another ({now}): choose flags that give the layout of the checkpoint, or save the checkpoint again "
+                f"with its flags and --ckpt-format {_RESHARDED}, which fits every layout"
             )
+
+
+def record_stages(script: Namespace, placement: Placement, partition: Sequence[int]) -> None:
+    """Record the stages of this job in the script's arguments, which Megatron-LM saves in checkpoints."""
+    setattr(script, _STAGES, _stages(placement, partition))
+
+
+def _stages(placement: Placement, partition: Sequence[int]) -> str:
+    return f"{_placed(placement.num_chunks, placement.kind)}, layers {' '.join(map(str, partition))}"
+
+
+def _placed(num_chunks: int, kind: str = "") -> str:
+    """Text with the placement of model chunks; a placement other than a V follows from the number of chunks."""
+    return f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} a rank{', in a V' if kind == 'v' else ''}"
