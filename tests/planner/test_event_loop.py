@@ -48,7 +48,7 @@ def test_plans_with_vocabulary_shards_are_what_the_simulation_finds(kind, number
     plan = PLANNERS[kind](problem).best
     schedule = schedule_of_orders(problem, plan.orders)
     timeline = simulate(schedule, problem.costs)
-    assert plan.cost == pytest.approx(timeline.makespan if problem.is_judged_by_makespan else timeline.cost, rel=1e-9)
+    assert plan.cost == pytest.approx(timeline.makespan if problem.takes_makespan else timeline.cost, rel=1e-9)
     assert plan.cost >= problem.bound * (1 - 1e-9)
     assert max(peak_memory(schedule, problem.costs)) <= problem.limits[0] * (1 + 1e-9)
     validate(lower(schedule, costs=problem.costs))

@@ -135,8 +135,8 @@ class LoopRun:
                 return _run(model, arguments)
             if not arguments.get("forward_only", False):
                 raise SessionError(
-                    "the loop trains a model that was built before enable(), or is not in megatron-core's "
-                    "DistributedDataParallel: its layers could not be split"
+                    "the loop trains a model whose layers could not be split: it was built before enable(), is neither "
+                    "a GPT nor a hybrid model of megatron-core, or is not in megatron-core's DistributedDataParallel"
                 )
             return original(**arguments)
 

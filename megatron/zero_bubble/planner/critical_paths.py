@@ -105,7 +105,7 @@ class OrderGraph:
         starts = [self._span_start(lane) for lane in self.lanes]
         ends = [self.end[lane[-1]] for lane in self.lanes]
         self.cost, self.tie = self.problem.judged_spans(starts, ends)
-        if self.problem.is_judged_by_makespan:
+        if self.problem.takes_makespan:
             starts = [self.problem.first_start(starts)] * len(starts)
         self.final = [-start for start in starts]
         return sequence

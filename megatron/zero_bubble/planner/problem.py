@@ -44,8 +44,8 @@ class Problem:
     recompute: Recompute = Recompute.NONE
     """Which microbatches have an R (recomputation)."""
     takes_makespan: bool = False
-    """Whether plans are compared by their makespan, even without planned recomputation. The time of an iteration is the
-    makespan if the next iteration starts only after all ranks have finished."""
+    """Whether plans are compared by their makespan, and not by the longest span of a rank. The time of an iteration is
+    the makespan if the next iteration starts only after all ranks have finished."""
     budget: int = EFFORT
     """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
     spread: float = 0.0
@@ -108,17 +108,9 @@ class Problem:
         """Cost of a plan at which the search for a better plan ends."""
         return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
 
-    @property
-    def is_judged_by_makespan(self) -> bool:
-        """Whether plans are compared by their makespans, and not by the longest span of a rank.
-
-        With planned recomputation, a plan can have a longer makespan although the longest span of a rank is shorter.
-        """
-        return self.recompute is Recompute.PLANNED or self.takes_makespan
-
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
         """The time by which plans are compared, and the time that decides between equally fast plans."""
-        return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
+        return (makespan, span) if self.takes_makespan else (span, makespan)
 
     def judged_spans(self, starts: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
         """The result of `judged` for ranks whose spans start at the times `starts` and end at the times `ends`."""

@@ -84,9 +84,9 @@ class PlanRequest:
             iteration without waiting for the other ranks.
         takes_makespan: whether candidate schedules of a layout are compared by their makespan, and not by the longest
             span of a rank. Published bubble rates are computed from the longest span of a rank. If the optimizer step
-            waits for all ranks, the time of an iteration is the makespan. Candidates with planned recomputation are
-            always compared by their makespan. Without post-validation, candidates for interleaved placements are always
-            compared by their makespan. With post-validation, `takes_makespan` has no effect.
+            waits for all ranks, the time of an iteration is the makespan. Without post-validation, candidates for
+            interleaved placements are always compared by their makespan. With post-validation, `takes_makespan` has no
+            effect.
         pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
             tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
@@ -164,7 +164,7 @@ class PlanRequest:
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether candidate schedules are compared by their makespan, even without planned recomputation."""
+        """Whether candidate schedules are compared by their makespan."""
         return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
 
     def time_of(self, timeline: Timeline) -> float:
