@@ -265,7 +265,7 @@ def test_post_validation_pays_for_spans_instead_of_the_makespan():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ([], "the first stage waits for the last, because the gradients of tied"),
+        ([], "the first stage waits for the last, because the gradients of the embedding"),
         pytest.param(
             [UNTIED, "--calculate-per-token-loss"],
             "the first stage waits for the last, because --calculate-per-token-loss",
