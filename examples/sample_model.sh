@@ -1,6 +1,6 @@
 # The small GPT that examples/pretrain_sample.sh and examples/compare_sample.sh train on the sample text; both scripts
 # source this file. The number of pipeline ranks is a power of two from 2 to 8, according to the number of GPUs or,
-# with at most one GPU, of cores.
+# if there are fewer GPUs than ranks, of cores.
 
 devices=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 if ((devices == 1)) && [[ ${PIPELINE_SIZE:-} != 1 && -z ${NCCL_MULTI_RANK_GPU_ENABLE:-} ]]; then

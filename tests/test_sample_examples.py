@@ -25,9 +25,11 @@ def started(script: str, folder: Path, num_gpus: int = 0, **environment: str) ->
         program.write_text(f"#!/bin/sh\n{text}")
         program.chmod(0o755)
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    own = ("CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE", "PIPELINE_SIZE")
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
     ran = subprocess.run(
         [str(ROOT / "examples" / script), "--seed", "7"],
-        env={**os.environ, **path, **environment},
+        env={**inherited, **path, **environment},
         capture_output=True,
         text=True,
         check=True,

@@ -268,7 +268,7 @@ def test_where_no_schedule_is_possible_or_fits_the_layout_is_the_way_out(capsys)
     tight = room_for("1f1b", "--recompute-granularity", "full", "--recompute-method", "uniform", *RECOMPUTED)
     output = lines_of(capsys, *tight, "--schedule", "1f1b", "--", *JOB, "--zero-bubble")
     [line] = [line for line in output if line.startswith("nothing fits, but with --pipeline-model-parallel-layout ")]
-    assert "--zero-bubble-recompute planned auto does (" in line
+    assert "--zero-bubble-recompute planned --zero-bubble-memory-limit auto auto does (" in line
     odd = [*JOB, "--num-layers", "30", "--zero-bubble"]
     answer = layout_of(capsys, "--", *odd)
     assert answer["schedules"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the C
 
 def test_a_process_that_cannot_be_set_up_is_as_before() -> None:
     args = complete_arguments([*TINY_GPT], 1, "test", has_cuda=False)
-    before = dict(os.environ), torch.ones, torch.Tensor.cuda
+    before = dict(os.environ), torch.ones, torch.Tensor.cuda, sys.excepthook
     with torch.compiler.set_stance("force_eager"), one_process(args):
-        inside = dict(os.environ), torch.ones, torch.Tensor.cuda
+        inside = dict(os.environ), torch.ones, torch.Tensor.cuda, sys.excepthook
         with pytest.raises(ValueError, match="twice"), one_process(args):
             pass
-        assert (dict(os.environ), torch.ones, torch.Tensor.cuda) == inside
-    assert (dict(os.environ), torch.ones, torch.Tensor.cuda) == before
+        assert (dict(os.environ), torch.ones, torch.Tensor.cuda, sys.excepthook) == inside
+    assert (dict(os.environ), torch.ones, torch.Tensor.cuda, sys.excepthook) == before

@@ -23,10 +23,12 @@ def one_rank() -> Iterator[None]:
     substitution = substitute_cuda()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    substitution.restore()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        substitution.restore()
 
 
 def make_config(dtype: torch.dtype = torch.float32) -> TransformerConfig:

@@ -35,6 +35,12 @@ if __name__ == "__main__":
         assert filesystem_async._results_queue is None
         loaded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(6))}
         assert torch.equal(dist_checkpointing.load(loaded, f"{sys.argv[1]}/{name}")["weight"], weight)
+    writers = dict(vars(filesystem_async.FileSystemWriterAsync))
+    first, second = (written_in_threads(keep_results=False) for _ in range(2))
+    first.__enter__(), second.__enter__()
+    assert vars(filesystem_async.FileSystemWriterAsync) != writers
+    first.__exit__(None, None, None), second.__exit__(None, None, None)
+    assert vars(filesystem_async.FileSystemWriterAsync) == writers
     assert "__0_0.distcp" in written, written
     print("children:", children + psutil.Process().children())
 """

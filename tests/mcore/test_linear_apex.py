@@ -83,7 +83,7 @@ def test_the_kernel_adds_each_microbatch_once(calls, dtype, fp32_main_grad, kern
         assert torch.equal(fused[name], gradient), name
 
 
-@pytest.mark.parametrize("packs", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("run", ["split", "fused"])
 def test_ddp_learns_of_every_gradient(calls, monkeypatch, run, packs):
     """Offloading packs the tensors that autograd saves: the backward finds a weight without the parameter's marks."""

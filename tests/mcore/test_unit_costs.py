@@ -28,4 +28,3 @@ def test_an_error_restores_ranks_and_random_states() -> None:
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is None
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK is None
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)

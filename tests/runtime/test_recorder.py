@@ -70,6 +70,15 @@ def test_operations_that_run_as_one_get_equal_shares():
     assert [call for call, _ in meter.calls] == ["begin W2", "end W2", "begin W3", "end W3"]
 
 
+def test_a_recorder_that_is_closed_closes_its_meter():
+    clock = FakeClock()
+    meter = FakeMeter(clock)
+    recorder = OpRecorder(clock, meter)
+    recorder.begin(Op(OpKind.F, 0))
+    recorder.close()
+    assert [call for call, _ in meter.calls] == ["begin F0", "close"]
+
+
 def test_the_backward_of_a_pair_gets_all_of_its_time():
     forward, backward = Op(OpKind.F, 2), Op(OpKind.PB, 0)
     recorder = OpRecorder(FakeClock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -71,11 +72,13 @@ def one_process(args: Arguments) -> Iterator[None]:
     """
     # Everything is undone even after an error, because no other rank waits for this rank.
     with ExitStack() as changes:
+        changes.callback(setattr, sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
         changes.callback(substitute_cuda().restore)
         # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
         from megatron.core import parallel_state
         from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
+        from megatron.zero_bubble.mcore.unit_run import clear_losses
         from megatron.zero_bubble.trainer.initialize import initialized
 
         alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
@@ -85,6 +88,7 @@ def one_process(args: Arguments) -> Iterator[None]:
         changes.callback(dist.destroy_process_group)
         changes.callback(parallel_state.destroy_model_parallel)
         changes.callback(unset_num_microbatches_calculator)
+        changes.callback(clear_losses)
         with initialized(alone, Placement("linear", 1)):
             yield
 

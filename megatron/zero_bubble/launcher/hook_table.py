@@ -216,7 +216,7 @@ class ScriptHooks:
         if script is None:
             return call.proceed()
         self._run = run = Run(script, self.flags)
-        self._changes.enter_context(_written_in_threads(script))
+        self._changes.enter_context(_script_writes_in_threads(script))
         return run.begin(call)
 
     def _defer_weight_gradients(self, call: Call) -> None:
@@ -263,7 +263,7 @@ def _script_arguments() -> Namespace | None:
         return None
 
 
-def _written_in_threads(script: Namespace) -> AbstractContextManager[None]:
+def _script_writes_in_threads(script: Namespace) -> AbstractContextManager[None]:
     return written_in_threads(keep_results=not getattr(script, "async_save", False))
 
 
@@ -282,7 +282,7 @@ def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
         call["allow_no_cuda"] = True
         result = call.proceed()
         # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
-        changes.enter_context(_written_in_threads(get_args()))
+        changes.enter_context(_script_writes_in_threads(get_args()))
         return result
 
     yield Hook(

@@ -101,10 +101,8 @@ class Run:
             self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
                 build_layout(self._script, call, self.session.job, self.stages)
-        stages = self.session.job.placement, self.session.job.partition
         if checkpoint is not None:
-            checkpoint.check_stages(*stages)
-        record_stages(self._script, *stages)
+            checkpoint.check_stages(self.session.job.placement, self.session.job.partition)
         return call.proceed()
 
     def _keep_layout(self) -> None:
@@ -147,6 +145,7 @@ class Run:
             self.units.wrap_in_ddp(call)
             return
         self._keep_layout()
+        record_stages(self._script, self.session.job.placement, self.session.job.partition)
         with users_mistakes():
             self._shard()
             self.session.split([call["module"]])

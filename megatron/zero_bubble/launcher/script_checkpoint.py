@@ -20,7 +20,7 @@ _RESHARDED = "torch_dist"
 """Format of checkpoints that load into every layout."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STAGES = "zero_bubble_stages"
-"""Name of the script argument that records the placement and the layers of a job's stages."""
+"""Name of the script argument that records a job's stages: kind of placement, chunks a rank, layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,18 @@ class ScriptCheckpoint:
         """
         if (kind := self.other_format) is None or self.arguments is None:
             return
+        now = _stages(placement, partition)
         was = getattr(self.arguments, _STAGES, None)
-        if was is None:  # saved without zero bubble, which has no V placements; the layers of the stages are not known
+        if was is None:
+            # Saved without zero bubble, or by an earlier version, which recorded only the placement that it had chosen.
             chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
-            was, now = _placed(chunks), _placed(placement.num_chunks, placement.kind)
-        else:
-            now = _stages(placement, partition)
+            given = getattr(self.arguments, "zero_bubble_placement", None)
+            was, now = (given or ("linear" if chunks == 1 else "interleaved"), chunks), now[:2]
         if was != now:
             raise SessionError(
-                f"{self}: a checkpoint of format {kind} loads only into its own layout ({was}), and this job has "
-                f"another ({now}): choose flags that give the layout of the checkpoint, or save the checkpoint again "
-                f"with its flags and --ckpt-format {_RESHARDED}, which fits every layout"
+                f"{self}: a checkpoint of format {kind} loads only into its own layout ({_words(was)}), and this job "
+                f"has another ({_words(now)}): choose flags that give the layout of the checkpoint, or save the "
+                f"checkpoint again with its flags and --ckpt-format {_RESHARDED}, which fits every layout"
             )
 
 
@@ -120,10 +121,11 @@ def record_stages(script: Namespace, placement: Placement, partition: Sequence[i
     setattr(script, _STAGES, _stages(placement, partition))
 
 
-def _stages(placement: Placement, partition: Sequence[int]) -> str:
-    return f"{_placed(placement.num_chunks, placement.kind)}, layers {' '.join(map(str, partition))}"
+def _stages(placement: Placement, partition: Sequence[int]) -> tuple[str | int, ...]:
+    return placement.kind, placement.num_chunks, *partition
 
 
-def _placed(num_chunks: int, kind: str = "") -> str:
-    """Text with the placement of model chunks; a placement other than a V follows from the number of chunks."""
-    return f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} a rank{', in a V' if kind == 'v' else ''}"
+def _words(stages: tuple[str | int, ...]) -> str:
+    kind, num_chunks, *layers = stages
+    words = f"{num_chunks} chunk{'' if num_chunks == 1 else 's'} a rank{', in a V' if kind == 'v' else ''}"
+    return f"{words}, layers {' '.join(map(str, layers))}" if layers else words

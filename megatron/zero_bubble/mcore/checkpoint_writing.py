@@ -93,7 +93,7 @@ def written_in_threads(*, keep_results: bool) -> Iterator[None]:
     """
     with ExitStack() as changes:
         for name in _NAMES:
-            if hasattr(FileSystemWriterAsync, name):
+            if getattr(FileSystemWriterAsync, name, write_files) is not write_files:
                 changes.enter_context(replaced(FileSystemWriterAsync, name, staticmethod(write_files)))
         if keep_results and filesystem_async._results_queue is None:
             changes.enter_context(replaced(filesystem_async, "_results_queue", queue.Queue()))

@@ -152,7 +152,8 @@ class _SplitLinear(torch.autograd.Function):
         else:
             grad_input, grad_weight, grad_bias = _Linear.backward(ctx, grad_output)[:3]
             if grad_weight is None and ctx.gradient_accumulation_fusion:
-                # Saved-tensor hooks have replaced the weight; megatron-core marks only DDP's parameters.
+                # Saved-tensor hooks have replaced the weight by a tensor without DDP's attributes, for which
+                # megatron-core returns no placeholder.
                 ctx.weight.grad_added_to_main_grad = True
                 grad_weight = placeholder_gradient(ctx.weight)
         return None, grad_input, grad_weight, grad_bias, None, None, None, None

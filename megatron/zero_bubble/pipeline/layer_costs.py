@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -49,6 +50,18 @@ def measure_layers(
     Raises:
         ValueError: a layer or the loss function cannot be copied, or fails during the measurement.
     """
+    with ExitStack() as measured:
+        measured.callback(ForwardState([], device).restore)
+        return _measured(layers, loss_fn, example, device, split_layers)
+
+
+def _measured(
+    layers: Sequence[Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    example: tuple[Any, Any],
+    device: torch.device,
+    split_layers: Sequence[type[nn.Module]],
+) -> list[LayerTimes]:
     value, targets = example
     times = []
     for index, layer in enumerate(layers):
@@ -78,7 +91,7 @@ def _measure(
     """Run a layer several times; return the layer's median times of F, B and W, and the layer's output."""
     clock = device_clock(device)
     given = StageMessage.of(value)
-    runs, state = [], ForwardState([], device)
+    runs = []
     for run in range(_RUNS):
         inputs = [
             tensor.detach().clone().requires_grad_(needs_input_grad and tensor.is_floating_point())
@@ -98,7 +111,6 @@ def _measure(
         marks.append(clock.mark())
         start, after_f, after_b, after_w = clock.seconds(marks)
         runs.append(LayerTimes(after_f - start, after_b - after_f, after_w - after_b))
-    state.restore()
     return LayerTimes(*map(median, zip(*runs[1:], strict=True))), output.detach().value
 
 

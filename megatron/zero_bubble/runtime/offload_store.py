@@ -126,7 +126,7 @@ class _Storage:
         self.host: torch.Tensor | None = None
 
     def was_emptied(self) -> bool:
-        """Whether the storage on the device has become smaller than the tensor that autograd saved."""
+        """Whether the storage on the device has become smaller since autograd saved a tensor of it."""
         assert self.device is not None
         return self.device.untyped_storage().nbytes() < self.device.nbytes
 

@@ -114,7 +114,7 @@ class MemoryMeter(Protocol):
         """Return the change of memory since `begin`, in bytes."""
 
     def close(self) -> None:
-        """Stop measuring; if an operation fails, `close` is called and `end` is not called."""
+        """End the measurement of an operation that failed, for which `end` is not called."""
 
     @property
     def inside(self) -> int:
@@ -163,7 +163,7 @@ class OpRecorder:
         self._after_op()
 
     def close(self) -> None:
-        """Stop recording at the end of a step, also of a step in which an operation failed."""
+        """End the measurement of an operation that failed; called at the end of every step."""
         if self._meter is not None:
             self._meter.close()
 

@@ -56,7 +56,8 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 memory_limit=_limit_before_measuring(flags, plan.placement),
                 group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
-                takes_makespan=name == "auto",  # named schedules keep their published orders
+                # Named schedules keep their published orders; none of these orders has planned recomputation.
+                takes_makespan=name == "auto" or flags.recompute is Recompute.PLANNED,
                 recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
                 pairs=flags.pairs,

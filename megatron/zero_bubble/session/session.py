@@ -60,7 +60,7 @@ class Session:
         program: name of the program; the watchdog's lines begin with this name.
 
     Attributes:
-        has_started: whether `start` was called.
+        has_started: whether `start` has succeeded.
         iteration: number of completed training iterations, including iterations before the run.
         num_steps: number of training iterations that this run has completed.
         num_microbatches: number of microbatches in the last iteration.
@@ -305,13 +305,12 @@ class Session:
 
     def close(self) -> None:
         """Close the watchdog and the channels between stages, and undo all patches; a second call has no effect."""
-        with self._resources:  # closed even if a channel cannot be closed
-            if self._watchdog is not None:
-                self._watchdog.close()
-                self._watchdog = None
+        with self._resources as ending:  # the watchdog, then the channels, then the patches, also after an error
             if self.forward_backward_func is not None:
-                self.forward_backward_func.close()
-                self.forward_backward_func = None
+                ending.callback(self.forward_backward_func.close)
+            if self._watchdog is not None:
+                ending.callback(self._watchdog.close)
+            self._watchdog = self.forward_backward_func = None
 
     def __enter__(self) -> Session:
         return self
