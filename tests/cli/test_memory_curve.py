@@ -1,4 +1,4 @@
-"""`zero-bubble schedule memory-curve`: plans by memory limit, and the dial of what a plan may do."""
+"""`zero-bubble schedule memory-curve`: the plan for each memory limit; `--dial` compares keeping, R and copies."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -50,32 +49,24 @@ def measure_layers(
     Raises:
         ValueError: a layer or the loss function cannot be copied, or fails during the measurement.
     """
-    with ExitStack() as measured:
-        measured.callback(ForwardState([], device).restore)
-        return _measured(layers, loss_fn, example, device, split_layers)
-
-
-def _measured(
-    layers: Sequence[Any],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    example: tuple[Any, Any],
-    device: torch.device,
-    split_layers: Sequence[type[nn.Module]],
-) -> list[LayerTimes]:
-    value, targets = example
-    times = []
-    for index, layer in enumerate(layers):
-        module = built(layers, index, device)
-        with failing_as(f"partition='profile': layer {index} ({type(module).__name__})"):
-            module, store = _copied(module), WeightGradStore()
-            split_modules([module], store, split_layers)
-            of_layer, value = _measure(call_of(layer, module), value, store, device, needs_input_grad=index > 0)
-        times.append(of_layer)
-    with failing_as("partition='profile': loss_fn"):
-        loss = _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        of_output = lambda output: loss(output, clone_tensors(targets))  # noqa: E731
-        of_loss, _ = _measure(of_output, value, WeightGradStore(), device, needs_input_grad=True)
-    return [*times[:-1], LayerTimes(*map(sum, zip(times[-1], of_loss, strict=True)))]
+    state = ForwardState([], device)
+    try:
+        value, targets = example
+        times = []
+        for index, layer in enumerate(layers):
+            module = built(layers, index, device)
+            with failing_as(f"partition='profile': layer {index} ({type(module).__name__})"):
+                module, store = _copied(module), WeightGradStore()
+                split_modules([module], store, split_layers)
+                of_layer, value = _measure(call_of(layer, module), value, store, device, needs_input_grad=index > 0)
+            times.append(of_layer)
+        with failing_as("partition='profile': loss_fn"):
+            loss = _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+            of_output = lambda output: loss(output, clone_tensors(targets))  # noqa: E731
+            of_loss, _ = _measure(of_output, value, WeightGradStore(), device, needs_input_grad=True)
+        return [*times[:-1], LayerTimes(*map(sum, zip(times[-1], of_loss, strict=True)))]
+    finally:
+        state.restore()
 
 
 def _copied(module: nn.Module) -> Any:

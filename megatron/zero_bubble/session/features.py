@@ -62,6 +62,14 @@ def _example(replicas: int) -> str:
 OFFLOAD_FLAG = "--zero-bubble-offload auto"
 
 
+def takes_makespan(flags: JobFlags, name: str) -> bool:
+    """Whether candidates for the schedule `name` are compared by their makespan, as `PlanRequest.takes_makespan` says.
+
+    Other named schedules keep their published orders. No published order has planned recomputation.
+    """
+    return name == "auto" or flags.recompute is Recompute.PLANNED
+
+
 def plans_offload(flags: JobFlags) -> bool:
     """Whether the schedule may copy activations to the host."""
     return flags.zero_bubble_offload == "auto"

@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
-from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
+from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload, takes_makespan
 from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
@@ -56,8 +56,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 memory_limit=_limit_before_measuring(flags, plan.placement),
                 group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
-                # Named schedules keep their published orders; none of these orders has planned recomputation.
-                takes_makespan=name == "auto" or flags.recompute is Recompute.PLANNED,
+                takes_makespan=takes_makespan(flags, name),
                 recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
                 pairs=flags.pairs,

@@ -244,7 +244,8 @@ class Session:
         Raises:
             ValueError: the model or the optimizer does not fit the settings.
         """
-        job, flags, self.iteration = self.job, self.job.flags, iteration
+        job, flags = self.job, self.job.flags
+        self.iteration = iteration
         if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
             flag = HIERARCHICAL_SGD if job.hierarchy is not None else POST_VALIDATION
             raise ValueError(f"{flag} needs an optimizer made by megatron-core's get_megatron_optimizer")

@@ -16,8 +16,7 @@ from megatron.zero_bubble.runtime.device import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import Infeasible, Schedule, Timeline, iteration_time, simulate, with_post_validation
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import PlacementKind
-from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
+from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload, takes_makespan
 from megatron.zero_bubble.session.flags import flags_text, limit_flag
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
@@ -193,7 +192,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         recomputes=(flags.recompute,),
         vocabulary_parallel=flags.vocabulary_parallel,
         post_validation=flags.interlocks_iterations,
-        takes_makespan=name == "auto" or flags.recompute is Recompute.PLANNED,
+        takes_makespan=takes_makespan(flags, name),
         pairs=flags.overlap_moe_expert_parallel_comm,
         offloads=plans_offload(flags) and limits is not None and entry.uses_costs,
         effort=QUICK_EFFORT if job.is_quick else EFFORT,
