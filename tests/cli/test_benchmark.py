@@ -55,6 +55,12 @@ def test_a_log_is_read_after_its_warmup():
     assert turn == Turn((100.0, 110.5), idle, 0.11, 88.5, 30 * 2**20, is_device_memory=True)
 
 
+def test_a_logs_summary_has_the_time_in_the_pipeline():
+    summary = " > iterations 16 to 20: 105.2 ms each, 92.5 ms of it in the pipeline, 90.1 predicted; bubble rate ...\n"
+    turn = read_log(LOG + summary, 10, 1.0)
+    assert (turn.pipeline_ms, turn.predicted_ms) == (92.5, 90.1)
+
+
 @pytest.mark.parametrize(
     ("cells", "layout"),
     [

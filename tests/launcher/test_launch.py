@@ -303,6 +303,16 @@ def test_the_idle_share_follows_the_script_s_own_fields(trainings: ScriptTrainin
     assert not [line for line in lines if "validation" in line and "idle" in line]
 
 
+def test_the_training_ends_with_a_summary(trainings: ScriptTrainings) -> None:
+    """Costs are measured in the second iteration; the line of the third has the planning in its time."""
+    lines = trainings.log("planned, lengths").splitlines()
+    (summary,) = (line for line in lines if line.startswith(" > iterations "))
+    milliseconds = r"\d+\.\d ms"
+    times = rf"{milliseconds} each, {milliseconds} of it in the pipeline, [\d.]+ predicted; bubble rate"
+    assert re.match(rf" > iterations 4 to 4: {times}", summary)
+    assert lines.index(summary) > max(at for at, line in enumerate(lines) if "] iteration " in line)
+
+
 def test_an_order_that_is_planned_for_lengths_changes_no_more_than_the_rounding_of_sums(
     trainings: ScriptTrainings,
 ) -> None:

@@ -146,6 +146,11 @@ class ScriptHooks:
             "adds the idle share to the training log line",
             partial(self._in_script, Run.extend_log_line),
         )
+        yield Hook(
+            "megatron.training.training:train()",
+            "prints a summary of the iterations after the training loop has ended",
+            partial(self._in_script, Run.train),
+        )
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that post-validation and hierarchical SGD share."""

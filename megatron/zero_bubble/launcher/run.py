@@ -23,11 +23,12 @@ from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, wait_fields
+from megatron.zero_bubble.session.run_summary import RunSummary
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import check_implementation, job_settings
 from megatron.zero_bubble.session.start_up import users_mistakes
 
-_LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
+_LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
 
 
 class Run:
@@ -61,6 +62,7 @@ class Run:
         self.units = ScriptUnits(script, job.flags)
         self.post_validation = ScriptPostValidation(script)
         self.replicas = ScriptReplicas(script, self.session)
+        self._summary = RunSummary()
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
@@ -221,11 +223,22 @@ class Run:
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
         if match is not None and run is not None and self.session.num_steps > 0:
             prediction = run.prediction(self.session.num_microbatches)
-            measured, predicted = run.measured_time().idle, None if prediction is None else prediction.idle
-            write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
+            measured, predicted = run.measured_time(), None if prediction is None else prediction.idle
+            write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *_writers())
             order, waits = order_fields(run.take_order_times()), wait_fields(self.session.replicas.take_waits())
-            call["message"] += idle_fields(measured, predicted) + order + waits
+            call["message"] += idle_fields(measured.idle, predicted) + order + waits
+            self._summary.record(int(match[1]), float(match[2]), measured, prediction)
         return call.proceed()
+
+    def train(self, call: Call) -> Any:
+        """Run the script's training loop; then print the summary of its iterations, if there is a summary."""
+        try:
+            return call.proceed()
+        finally:  # Megatron-LM raises SystemExit at --exit-interval and similar flags.
+            if self._summary.line is not None:
+                from megatron.training.utils import print_rank_last
+
+                print_rank_last(self._summary.line)
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to TensorBoard and Weights & Biases on the rank on which the script has opened their writers."""

@@ -19,9 +19,9 @@ from megatron.zero_bubble.runtime.recorder import PipelineTime, StepTime
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.session.reports import idle_fields, order_fields, print_line, wait_fields
+from megatron.zero_bubble.session.run_summary import RunSummary
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
-from megatron.zero_bubble.trainer.records import RunSummary
 
 _UNKNOWN = StepOutcome(was_updated=True, grad_norm=None)
 
@@ -131,7 +131,7 @@ class TrainingLog:
         if waited := sum(outcome.has_waited for outcome in outcomes):
             line += f" steps that waited: {waited} |"
         self._say(line)
-        self._summary.record(self.progress.iteration, len(outcomes), seconds * 1e3, measured, prediction)
+        self._summary.record(self.progress.iteration, seconds * 1e3, measured, prediction)
 
     def _mean_losses(self, result: StepResult) -> list[float]:
         """Return the mean losses since the last log line: the loss of the model, then losses of multi-token prediction.

@@ -1,4 +1,4 @@
-"""Logs exact losses, gradient norms and parameter digests (`--log-numerics`), and summarizes a run in one line."""
+"""Logs exact losses, gradient norms and parameter digests (`--log-numerics`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.fully_sharded import whole
-from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.runtime.recorder import PipelineTime
-from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError, writing
 
 _BEGIN = '{"iteration": '
@@ -106,59 +103,3 @@ def _iteration_of(line: str) -> float | None:
         return math.inf if line[:length] == _BEGIN[:length] else None
     iteration = entry.get("iteration") if isinstance(entry, dict) else None
     return iteration if isinstance(iteration, int) else None
-
-
-class RunSummary:
-    """Averages the times in the log lines since the last plan.
-
-    The first log line after a plan is left out, because its time includes the planning.
-
-    Attributes:
-        line: the text of the summary; None until the second log line after the first plan.
-    """
-
-    def __init__(self) -> None:
-        self.line: str | None = None
-        self._reset(None, 0)
-
-    def _reset(self, predicted: Idle | None, first: int) -> None:
-        self._predicted, self._first, self._iterations = predicted, first, 0
-        self._milliseconds = self._in_pipeline = self._bubble = 0.0
-
-    def record(
-        self,
-        iteration: int,
-        num_iterations: int,
-        milliseconds: float,
-        measured: PipelineTime | None,
-        prediction: Prediction | None,
-    ) -> None:
-        """Add the values of a log line about `num_iterations` iterations that took `milliseconds` each on average."""
-        if measured is None or prediction is None:
-            return
-        if prediction.idle != self._predicted:
-            self._reset(prediction.idle, iteration + 1)
-            return
-        self._iterations += num_iterations
-        self._milliseconds += num_iterations * milliseconds
-        self._in_pipeline += num_iterations * measured.milliseconds
-        self._bubble += num_iterations * measured.idle.bubble
-        self.line = self._summary(iteration, prediction)
-
-    def _summary(self, iteration: int, prediction: Prediction) -> str:
-        sums = (self._milliseconds, self._in_pipeline, self._bubble)
-        milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
-        gain = prediction.gain
-        # Operations that take longer than predicted are assumed to take longer under 1F1B, too. The time outside of the
-        # pipeline, such as the optimizer's time, is the same under both schedules.
-        work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
-        other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
-        line = (
-            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each, "
-            f"{in_pipeline:.1f} ms of it in the pipeline, {prediction.milliseconds:.1f} predicted; "
-            f"bubble rate {bubble:.2%} measured, {prediction.idle.bubble:.2%} predicted; "
-            f"{gain.over} is predicted to take {other:.1f} ms, {other / milliseconds:.3f} times as long"
-        )
-        if gain.is_over_other_layout and other < milliseconds:
-            line += ": --zero-bubble-keep-layout keeps Megatron's split"
-        return line

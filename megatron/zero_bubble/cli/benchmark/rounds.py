@@ -73,11 +73,13 @@ def _run_turn(
             raise RuntimeError(f"{contestant.name}: {error}") from error
         print(f"{contestant.name} left out: {error}", file=sys.stderr)
         return None
-    print(
-        f"round {number + 1} of {flags.rounds}, {contestant.name}: {median(turn.iteration_ms):.1f} ms an iteration "
-        f"({time.monotonic() - begin:.0f} s){'' if turn.layout is None else f'; {turn.layout}'}",
-        file=sys.stderr,
-    )
+    line = f"round {number + 1} of {flags.rounds}, {contestant.name}: {median(turn.iteration_ms):.1f} ms an iteration "
+    line += f"({time.monotonic() - begin:.0f} s)"
+    if turn.layout is not None:
+        line += f"; {turn.layout}"
+    if turn.pipeline_ms is not None:
+        line += f"; {turn.pipeline_ms:.1f} ms in the pipeline, {turn.predicted_ms:.1f} predicted"
+    print(line, file=sys.stderr)
     return turn
 
 

@@ -82,6 +82,12 @@ class TrainResult:
         return float(self.simulated.makespan) if self.simulated is not None else None
 
     @property
+    def pipeline_ms(self) -> float | None:
+        """Measured time of an iteration in the pipeline; None if no training's log has a summary."""
+        times = [turn.pipeline_ms for turn in self.turns if turn.pipeline_ms is not None]
+        return median(times) if times else None
+
+    @property
     def peak_bytes(self) -> float:
         return max(turn.peak_bytes for turn in self.turns)
 
@@ -118,7 +124,7 @@ class TrainResult:
             "measured_ms": self.measured,
             "simulated_ms": self.predicted_ms,
             "ideal_ms": float(max(self.simulated.work)) if self.simulated is not None else None,
-            "span_ms": None,
+            "span_ms": self.pipeline_ms,
             **(dict.fromkeys(Idle(0, 0).as_json()) if self.idle is None else self.idle.as_json()),
             "simulated_bubble_rate": self.predicted_bubble_rate,
             "exposed_communication_ms": None,

@@ -20,6 +20,9 @@ _NAN = re.compile(r"\biteration +(\d+)/.* (lm loss|grad norm): nan \|", re.IGNOR
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
+_SUMMARY = re.compile(
+    r"^ > iterations .* ms each, ([\d.]+) ms of it in the pipeline, ([\d.]+) predicted;", re.MULTILINE
+)
 _LAYOUT = re.compile(r"^ +chosen: (\S.*?)  +(\S.*?)  +[\d.]+  ", re.MULTILINE)
 _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
@@ -38,6 +41,7 @@ class Turn:
     """The idle share of every logging interval; empty if the training measures no idle time."""
     predicted_bubble_rate: float | None
     predicted_ms: float | None
+    """Predicted time of an iteration in the pipeline."""
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
     losses: tuple[tuple[int, float], ...] = ()
@@ -47,6 +51,8 @@ class Turn:
     is_device_memory: bool = False
     tflops: tuple[float, ...] = ()
     """Printed TFLOP/s/GPU of every logging interval; empty if no value was printed or a printed value is 0."""
+    pipeline_ms: float | None = None
+    """Measured time of an iteration in the pipeline; None if the log has no summary."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
@@ -72,7 +78,8 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         raise RuntimeError(f"{broken[2]} of iteration {broken[1]} is NaN, so that the measured times mean nothing")
     idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
-    planned = _PLANNED.findall(text)
+    summary = _SUMMARY.search(text)
+    planned = [summary[2]] if summary else _PLANNED.findall(text)
     layout = _LAYOUT.search(text)
     throughput = [float(match[1]) for _, line in measured if (match := _THROUGHPUT.search(line))]
     # Without CUDA, Megatron-LM under the launcher prints 0.00 as the allocator's memory.
@@ -87,6 +94,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         f"{layout[1]} {layout[2]}" if layout else None,
         bool(memory),
         tuple(throughput) if all(throughput) else (),
+        float(summary[1]) if summary else None,
     )
 
 

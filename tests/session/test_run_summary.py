@@ -9,7 +9,7 @@ from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.runtime.recorder import PipelineTime
 from megatron.zero_bubble.schedule import Idle, Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.trainer.records import RunSummary
+from megatron.zero_bubble.session.run_summary import RunSummary
 
 
 def prediction(schedule: str = "zb-h1", megatrons: MegatronsTime | None = None) -> Prediction:
@@ -30,11 +30,11 @@ def test_the_predictions_of_these_tests() -> None:
 def test_lines_since_the_plan_count_but_its_own() -> None:
     """The first line under a prediction has the planning in its time."""
     summary = RunSummary()
-    summary.record(5, 5, 900.0, measured(900.0, 0.5), None)
-    summary.record(10, 5, 900.0, measured(900.0, 0.4), prediction())
+    summary.record(5, 900.0, measured(900.0, 0.5), None)
+    summary.record(10, 900.0, measured(900.0, 0.4), prediction())
     assert summary.line is None
-    summary.record(15, 5, 15.0, measured(13.0, 1 / 13), prediction())
-    summary.record(20, 15, 15.0, measured(13.0, 1 / 13), prediction())
+    summary.record(15, 15.0, measured(13.0, 1 / 13), prediction())
+    summary.record(20, 15.0, measured(13.0, 1 / 13), prediction())
     assert summary.line == (
         " > iterations 11 to 20: 15.0 ms each, 13.0 ms of it in the pipeline, 13.0 predicted; "
         "bubble rate 7.69% measured, 7.69% predicted; "
@@ -45,7 +45,7 @@ def test_lines_since_the_plan_count_but_its_own() -> None:
 def line_of(milliseconds: float, in_pipeline: PipelineTime, predicted: Prediction) -> str:
     summary = RunSummary()
     for iteration in (5, 10):
-        summary.record(iteration, 5, milliseconds, in_pipeline, predicted)
+        summary.record(iteration, milliseconds, in_pipeline, predicted)
     assert summary.line is not None
     return summary.line
 
@@ -72,7 +72,7 @@ def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(megatron
 def test_a_new_plan_begins_anew() -> None:
     summary = RunSummary()
     for iteration, name in ((5, "1f1b"), (10, "1f1b"), (15, "zb-h1"), (20, "zb-h1")):
-        summary.record(iteration, 5, iteration * 10, measured(1.0, 0.1), prediction(name))
+        summary.record(iteration, iteration * 10, measured(1.0, 0.1), prediction(name))
     assert summary.line is not None
     assert summary.line.startswith(
         " > iterations 16 to 20: 200.0 ms each, 1.0 ms of it in the pipeline, 13.0 predicted; "
@@ -83,5 +83,5 @@ def test_a_new_plan_begins_anew() -> None:
 def test_without_a_plan_there_is_nothing_to_say(time: PipelineTime | None) -> None:
     summary = RunSummary()
     for iteration in (5, 10, 15):
-        summary.record(iteration, 5, 0.1, time, None)
+        summary.record(iteration, 0.1, time, None)
     assert summary.line is None

@@ -1,0 +1,67 @@
+"""Summarizes the measured and the predicted time of a training in one line, which is printed at the training's end."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.runtime.recorder import PipelineTime
+from megatron.zero_bubble.schedule import Idle
+
+
+class RunSummary:
+    """Averages the times in the log lines since the last plan.
+
+    The first log line after a plan is left out, because its time includes the planning.
+
+    Attributes:
+        line: the text of the summary; None until the second log line after the first plan.
+    """
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._logged = 0
+        """The iteration of the last log line."""
+        self._reset(None, 0)
+
+    def _reset(self, predicted: Idle | None, first: int) -> None:
+        self._predicted, self._first, self._iterations = predicted, first, 0
+        self._milliseconds = self._in_pipeline = self._bubble = 0.0
+
+    def record(
+        self, iteration: int, milliseconds: float, measured: PipelineTime | None, prediction: Prediction | None
+    ) -> None:
+        """Add the values of a log line after `iteration`: the means over the iterations since the last log line.
+
+        Args:
+            milliseconds: mean time of an iteration, the optimizer step included.
+            measured: mean time of an iteration's pipeline and its idle share; None if no iteration was measured.
+            prediction: the prediction of the plan that the iterations followed; None without a plan.
+        """
+        num_iterations, self._logged = iteration - self._logged, iteration
+        if measured is None or prediction is None:
+            return
+        if prediction.idle != self._predicted:
+            self._reset(prediction.idle, iteration + 1)
+            return
+        self._iterations += num_iterations
+        self._milliseconds += num_iterations * milliseconds
+        self._in_pipeline += num_iterations * measured.milliseconds
+        self._bubble += num_iterations * measured.idle.bubble
+        self.line = self._summary(iteration, prediction)
+
+    def _summary(self, iteration: int, prediction: Prediction) -> str:
+        sums = (self._milliseconds, self._in_pipeline, self._bubble)
+        milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
+        gain = prediction.gain
+        # Operations that take longer than predicted are assumed to take longer under 1F1B, too. The time outside of the
+        # pipeline, such as the optimizer's time, is the same under both schedules.
+        work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
+        other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
+        line = (
+            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each, "
+            f"{in_pipeline:.1f} ms of it in the pipeline, {prediction.milliseconds:.1f} predicted; "
+            f"bubble rate {bubble:.2%} measured, {prediction.idle.bubble:.2%} predicted; "
+            f"{gain.over} is predicted to take {other:.1f} ms, {other / milliseconds:.3f} times as long"
+        )
+        if gain.is_over_other_layout and other < milliseconds:
+            line += ": --zero-bubble-keep-layout keeps Megatron's split"
+        return line
