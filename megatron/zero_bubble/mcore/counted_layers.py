@@ -140,7 +140,7 @@ class CountedAttention(torch.nn.Module):
     """Core attention that keeps the same tensors as the attention kernel `kernel`, and counts the kernel's operations.
 
     A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
-    tensor. The backward of a fused kernel computes the first matrix product of the forward again.
+    tensor. The backward of a fused kernel repeats the first matrix product of the forward.
 
     Args:
         own: the layer's local attention, which the `CountedAttention` replaces.

@@ -1,6 +1,7 @@
 """Computes the embedding and the softmax of the output layer on one shard of the vocabulary, without communication.
 
-The rows of the output weights W are cut into shards W_d. From the hidden states X of n tokens, a shard computes:
+The rows of the output layer's weight matrix W are divided into shards W_d. From the hidden states X of n tokens, a
+shard computes:
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 

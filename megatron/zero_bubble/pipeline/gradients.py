@@ -105,7 +105,7 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
-        """Broadcast a weight or gradient from `stage`'s rank to the ranks of all copies; None is sent as zeros."""
+        """Broadcast a weight or gradient from `stage`'s rank to all ranks that hold a copy; None is sent as zeros."""
         result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
         if value is not None:
             result.copy_(value)

@@ -20,11 +20,11 @@ SHARDING_GAIN = 1.03
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
     """Choose a plan among plans of different layouts.
 
-    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
-    shards, a plan without vocabulary shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as
-    long. The plan of the layout `usual` is chosen if the shorter of the plan's time and `usual_time` is close to the
-    time of the fastest plan. If no plan of the layout `usual` is close to the fastest plan, the plan with the simplest
-    layout is chosen among all plans that are close to the fastest plan.
+    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. The factor is `SHARDING_GAIN` if
+    the fastest plan has vocabulary shards and the other plan has none. The plan of the layout `usual` is chosen if the
+    shorter of the plan's time and `usual_time` is close to the time of the fastest plan. If no plan of the layout
+    `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans that are close to
+    the fastest plan.
 
     Args:
         plans: one or more plans; several plans may have the same `Layout.combination`, and differ in their partition.

@@ -162,7 +162,11 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`; plans made with little effort are compared by simulated times."""
+        """Whether `plan` is faster than `known`.
+
+        Plans that were made with little effort are compared by their simulated times, and other plans by their times
+        with slowdowns (see `with_slowdown`).
+        """
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time

@@ -219,8 +219,9 @@ class _Repair:
     def _drop(self) -> bool:
         """Drop activations that are in memory, and insert their R; return False if no activations can be dropped.
 
-        The repair drops the activations for which the longest path through their R is shortest. If several activations
-        have paths of equal length, the repair drops the activations with the latest backward.
+        For each candidate, the repair computes the longest path of dependencies through the candidate's R. The repair
+        drops the candidate with the shortest of these paths and, among equal paths, the candidate with the latest
+        backward.
         """
         graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]

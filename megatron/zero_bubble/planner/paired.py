@@ -232,7 +232,7 @@ class _PairedRanks(EventLoop):
 
 
 class _OrderedRanks(_PairedRanks):
-    """A scheduling policy that runs F, B and pairs in a given order, and W in idle gaps or when memory is full."""
+    """A scheduling policy that runs F, B and F-B pairs in a given order, and W in idle gaps or when memory is full."""
 
     def __init__(self, problem: Problem, policy: PairPolicy, order: Computations) -> None:
         super().__init__(problem, policy)

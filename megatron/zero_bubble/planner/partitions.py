@@ -225,7 +225,7 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: the estimator of a partition's time, which also gives the least number of layers of each stage.
+        balance: estimates the time of a partition, and has the minimum number of layers of each stage.
         partition: the partition before the move.
         givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.

@@ -228,12 +228,12 @@ class Arguments(
 
     @property
     def fp8(self) -> Any:
-        """The value of `--fp8-format`; Megatron-LM stores this value in an attribute `fp8`."""
+        """The value of `--fp8-format`, under the name of the attribute in which Megatron-LM stores the value."""
         return self.fp8_format
 
     @property
     def fp4(self) -> Any:
-        """The value of `--fp4-format`; Megatron-LM stores this value in an attribute `fp4`."""
+        """The value of `--fp4-format`, under the name of the attribute in which Megatron-LM stores the value."""
         return self.fp4_format
 
     @property

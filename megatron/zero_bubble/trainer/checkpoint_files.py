@@ -1,7 +1,7 @@
 """Names and checks the files of a checkpoint, and updates the tracker file, which names the latest checkpoint.
 
 The trainer writes the checkpoint of iteration 100 to `iter_0000100.incomplete/`. When every file of the checkpoint is
-on the disk, the trainer removes `.incomplete` from the folder's name, and then replaces the tracker file
+on disk, the trainer removes `.incomplete` from the folder's name, and then replaces the tracker file
 `latest_checkpointed_iteration.txt`. Both the renaming of the checkpoint's folder and the replacement of the tracker
 file are atomic. A killed process, a crash or a full disk can leave an incomplete checkpoint. The folder name of an
 incomplete checkpoint still ends with `.incomplete`, and the tracker file does not name this checkpoint. The trainer

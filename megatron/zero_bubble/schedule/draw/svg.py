@@ -64,7 +64,7 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield the vertical grid lines of the curves below the rows of ranks, and a label with the time of each line."""
+    """Yield the vertical grid lines of the plots below the rows of ranks, and a time label for each line."""
     bottom = picture.curve_top(picture.has_memory) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
