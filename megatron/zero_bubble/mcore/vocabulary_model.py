@@ -137,7 +137,7 @@ class HiddenOutput(torch.nn.Module):
 
 
 class HiddenOutputWithState(HiddenOutput):
-    """A `HiddenOutput` with the empty extra state that an output layer has in the checkpoints of hybrid models."""
+    """A `HiddenOutput` that saves an empty extra state, as output layers do in checkpoints of hybrid models."""
 
     def get_extra_state(self) -> None:
         return None

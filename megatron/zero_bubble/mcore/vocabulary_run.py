@@ -34,7 +34,7 @@ class VocabularyRun:
         lane: the CUDA stream or thread in which the collectives run, beside the computation.
         first_rank: pipeline rank of the first stage.
         last_rank: pipeline rank of the last stage.
-        tensor_group: the tensor-parallel group for gathers that belong to the computation and do not run in `lane`.
+        tensor_group: the tensor-parallel group for gathers that run as part of an operation, not in `lane`.
         is_sequence_parallel: whether, between layers, each tensor-parallel rank has only a part of the sequence.
         is_fused: whether apex's kernel adds the gradients of the output layer straight into `main_grad`.
         embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.

@@ -251,8 +251,8 @@ class ShardWeight(torch.nn.Module):
         """Return the tensor in which the gradients of the embedding are added up.
 
         Tied weights have a separate buffer for embedding gradients. Schedules interleave gradients of embedding and
-        output layer differently, so with a single buffer the sum's bits would depend on the schedule. If `main_grad`
-        has 16 bits, the embedding gradients of untied weights also have a separate buffer, in fp32.
+        output layer differently, so with a single buffer the sum's bits would depend on the schedule. Untied
+        weights with a 16-bit `main_grad` also have a separate buffer for embedding gradients, in fp32.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:

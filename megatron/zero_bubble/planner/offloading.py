@@ -218,7 +218,7 @@ class _RankCopies:
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """(position before which the copy back is queued, (microbatch, chunk)) of all released activations."""
+        """`(position, (microbatch, chunk))` for each released activation; its copy back is queued before `position`."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0

@@ -124,7 +124,7 @@ class Balance:
         return self.placement.sums(holdings)
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which model states and one microbatch exceed the rank's memory; zero if both fit.
+        """Rank -> memory that model states and one microbatch need beyond the rank's memory; zero if both together fit.
 
         If recomputation is allowed, the microbatch drops its activations, and a rank restores the activations of one
         stage at a time.

@@ -114,7 +114,7 @@ def copy_lane(device: torch.device) -> CopyLane:
 
 
 def link_rate(lane: CopyLane, device: torch.device) -> float:
-    """Measure the rate of a host link in the slower direction, in bytes per millisecond."""
+    """Measure the bandwidth of a host link in its slower direction, in bytes per millisecond."""
     num_bytes = 2**24
     on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     on_host = lane.host_tensor(num_bytes)

@@ -17,7 +17,7 @@ WORTHWHILE = 1.005
 
 @dataclass(frozen=True)
 class OrderTrial:
-    """A trial of megatron-core's own order for a few steps, after which the run continues with the faster order.
+    """A trial of megatron-core's order for a few steps, after which the run continues with the faster of two orders.
 
     The planned order runs before and after megatron-core's order, so that a gradual change of the machine's speed
     favors neither order.

@@ -1,6 +1,6 @@
 """The kinds of operations, and `KINDS`, the table of the properties of each kind.
 
-`KINDS` has the inputs, the costs and the colour of every kind of operation. A new kind of operation needs a row in
+`KINDS` maps every kind of operation to its inputs, costs and colour. A new kind of operation needs a row in
 `KINDS`, a handler in the executor, and a planner that places the operations; CONTRIBUTING.md has an example.
 """
 

@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Name of the field of `StageCosts` for the time of an operation on a vocabulary shard -> number of collectives
-directly before and after the operation. A collective that carries at most one number for each token counts as half a
+"""Maps the field of `StageCosts` with the time of an operation on a vocabulary shard to the number of collectives that
+run directly before or after the operation. A collective that carries at most one number for each token counts as half a
 collective."""
 
 Partition = tuple[int, ...]

@@ -75,7 +75,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     """The lines of a table of the chosen layout, the runners-up and Megatron's split.
 
     Args:
-        flags: names and values of the flags that fix the chosen layout.
+        flags: names and values of the flags that select the chosen layout.
     """
     given = flags.get("hybrid_layer_pattern")
     pattern = None if given is None else HybridPattern.parse(given)

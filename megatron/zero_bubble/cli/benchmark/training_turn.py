@@ -43,7 +43,7 @@ class Turn:
     predicted_ms: float | None
     """Predicted time of an iteration in the pipeline."""
     peak_bytes: float
-    """Largest peak of a rank's CUDA allocator; without CUDA, the resident memory of the largest process."""
+    """Largest peak memory of a rank's CUDA allocator; without CUDA, the resident memory of the largest process."""
     losses: tuple[tuple[int, float], ...] = ()
     """The last iteration and the mean loss of every logging interval, warmup included."""
     layout: str | None = None

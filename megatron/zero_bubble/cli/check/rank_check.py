@@ -79,7 +79,7 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class RankCheck:
-    """Runs trainings with one device for each rank; if there are too few devices, all ranks share the first device.
+    """Runs training jobs with one device for each rank; if there are too few devices, all ranks share the first device.
 
     Args:
         paths: folders that the ranks get in PYTHONPATH.

@@ -63,7 +63,7 @@ def write_site(folder: Path, pyodide: Path) -> None:
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
     """Let Node write a snapshot of Python's memory, from which Python starts in the browser without any import.
 
-    A copy of the snapshot is kept in Pyodide's folder, so that a wheel of this package contains the snapshot.
+    A copy of the snapshot is kept in Pyodide's folder, which a wheel of this package contains.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():
