@@ -70,7 +70,7 @@ class ExitReasons:
         return self._voted(waits=False)
 
     def _voted(self, *, waits: bool) -> str | None:
-        """Begin a vote of all ranks; return its result if `waits` is true, and otherwise the result of the last vote."""
+        """Begin a vote of all ranks; return its result if `waits` is true, else the result of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())
