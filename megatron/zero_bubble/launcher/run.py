@@ -252,7 +252,7 @@ class Run:
 
 
 def _writers() -> tuple[Any, Any]:
-    """Return the script's writers for TensorBoard and Weights & Biases; None in place of a writer that is not open."""
+    """Return the script's writers for TensorBoard and Weights & Biases; a writer that is not open is None."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()

@@ -194,7 +194,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all ranks' gradients; training in a single process would give the same norm, bit by bit.
+    """Return the norm of all ranks' gradients, bitwise equal to the norm in training with one process.
 
     The total norm is computed on `device` from the norms of the individual gradients, in the same order as in
     `torch.nn.utils.get_total_norm`: by data type, and within a data type in the order of the model's parameters.

@@ -4,7 +4,7 @@ A rank takes the optimizer's step as soon as the rank's own gradients are comple
 training step, the rank sends the norms of its gradients to all ranks in the background. Before the first backward of
 the next training step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes
 the optimizer's step, clips the gradients, takes the optimizer's step again, and repeats the forwards of the next
-training step. Parameters, losses and gradient norms are bit by bit the same as in training whose optimizer steps wait
+training step. Parameters, losses and gradient norms are bitwise equal to those of training whose optimizer steps wait
 for the norm of all gradients. If the gradients of many recent steps had to be clipped, the next optimizer step waits
 for the norm of all gradients (see `RecentSteps`).
 """

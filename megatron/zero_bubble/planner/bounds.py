@@ -267,8 +267,8 @@ class _Rank:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
         At the start and at the end of the span, less memory than the limit is in use, because memory rises only as fast
-        as F can allocate memory, and falls only as fast as B and W can release memory. With recomputation, the lower
-        bound `memory_time` is zero, because R also allocates memory, and dropping activations also releases memory.
+        as F can allocate memory, and falls only as fast as B and W can release memory. This does not hold with
+        recomputation, where R also allocates memory, and dropping activations releases memory. The bound is then zero.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

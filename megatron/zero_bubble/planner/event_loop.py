@@ -220,7 +220,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """Earliest start time of the next operation with code `code`; inf if it is unknown when the inputs arrive."""
+        """Earliest start time of the next operation with code `code`; inf while the arrival of an input is unknown."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
 """Generators of the named schedules with one chunk per rank; these generators need no costs."""
 ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
-"""Rules for gaps that are shorter than a W, the most promising first."""
+"""Rules that decide whether a W fills a gap shorter than the W, the most promising rule first."""
 RULES = (
     (GapRule.NEVER, GapRule.ALWAYS),
     (GapRule.BALANCED, GapRule.BALANCED),

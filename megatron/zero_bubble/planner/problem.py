@@ -259,7 +259,7 @@ class Problem:
         return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
 
     def is_dropped_as_a_rule(self, stage: int) -> bool:
-        """Whether most microbatches of `stage` have an R, as under full recomputation on all stages but the last."""
+        """Whether most microbatches of `stage` have an R; with full recomputation, on every stage except the last."""
         return self.recompute is Recompute.FULL and stage < self.num_stages - 1
 
     @cached_property

@@ -52,8 +52,8 @@ class ThreadLane:
 
     After a collective has failed on this rank, the thread runs no later collective, because this rank and the other
     ranks would run different collectives at the same time. After a failure, the rank leaves the process groups of the
-    collectives, so that no other rank waits for this rank. The thread logs the error of a collective at once, because
-    the main thread may wait for another rank.
+    collectives, so that no other rank waits for this rank. The thread logs a collective's error immediately, because
+    the main thread may be waiting for another rank.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).

@@ -45,7 +45,7 @@ def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _turn(op: Op) -> tuple[int, int, int]:
-    """Sort key of the last weight-gradient operations of a rank: T, then W from the last chunk to the first, then EW."""
+    """Sort key of the last weight-gradient operations of a rank: T, W from the last chunk to the first, then EW."""
     return (OpKind.T, OpKind.W, OpKind.EW).index(op.kind), -op.chunk, op.microbatch
 
 

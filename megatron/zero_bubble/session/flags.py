@@ -213,7 +213,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """Text, for error messages, with the name and the value of the flag that set the memory limit."""
+    """Name and value of the flag that set the memory limit, as text for error messages."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

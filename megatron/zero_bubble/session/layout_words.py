@@ -41,7 +41,8 @@ def flags_of_layout(
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
     """The rows of a table of layouts, as (name, plan): the chosen layout, the runners-up and Megatron's layout.
 
-    The name of Megatron's layout begins with the text `usual`.
+    Args:
+        usual: text with which the name of Megatron's layout begins.
     """
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]

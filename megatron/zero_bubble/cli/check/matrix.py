@@ -27,7 +27,7 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
-"""Flags that plan a schedule but keep the reference training's layout, so that numerics can be compared bit by bit."""
+"""Flags that plan a schedule but keep the reference training's layout, so that numerics can be compared bitwise."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """With these flags, results do not depend on which ranks sum gradient norms and draw random numbers."""

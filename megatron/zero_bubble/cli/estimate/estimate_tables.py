@@ -1,4 +1,4 @@
-"""Formats the results of `zero-bubble estimate` as tables with notes of one line each, and as JSON."""
+"""Formats the results of `zero-bubble estimate` as tables with one-line notes, and as JSON."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Results:
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
-    """The layout that the training would choose without Megatron's layout flags; None if the job has no such flags."""
+    """The layout that a job would choose without Megatron's layout flags; None if the job has no such flags."""
     remedies: Sequence[Remedy] = ()
     """Estimates with other layouts and with recomputation; empty if one of the job's schedules fits in memory."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
     """Estimate the schedules in `names` and, if the flags leave the layout open, the layout that the planner chooses.
 
-    If `frees_layout` is set, the results also contain the layout that the training would choose without Megatron's
+    If `frees_layout` is set, the results also contain the layout that a training job would choose without Megatron's
     layout flags.
     """
     for name in names:

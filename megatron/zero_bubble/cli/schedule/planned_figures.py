@@ -82,7 +82,7 @@ def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures
 
 
 def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
-    """Return the schedule that --schedule or --input names, and the seconds that its generation took.
+    """Return the schedule that `--schedule` or `--input` names, and the time of its generation in seconds.
 
     Args:
         options: further fields of the `PlanRequest` for the schedule of --schedule; unused with --input.
