@@ -8,10 +8,10 @@
 
 stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages.
           Steps whose backward is split into B and W alternate with steps that have megatron-core's fused backward. The
-          bubble rates of the pipelines in the zero-bubble paper are simulated with the measured times, and with
-          messages at --interconnect-bandwidth. The allocator's peak over a step is compared with the simulated peak of
-          the activations plus the temporary memory of one operation. With --transformer-impl transformer_engine the
-          layers are Transformer Engine's.
+          bubble rates of the zero-bubble paper's pipelines are simulated with the measured times, and with messages at
+          the bandwidth of --interconnect-bandwidth. The allocator's peak over a step is compared with the simulated
+          peak of the activations plus the temporary memory of one operation. With --transformer-impl transformer_engine
+          the layers are Transformer Engine's.
 ranks     Four processes share the device and train: over gloo through host memory and, where NCCL allows shared
           devices, also over NCCL. The trainings run with many hardware queues and with one hardware queue. The
           --log-numerics files of our schedules must equal the files of megatron-core's own schedule byte for byte; with

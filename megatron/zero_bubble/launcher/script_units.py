@@ -48,7 +48,7 @@ _ONE_RANK = {
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
-"""Arguments on which the memory of model states depends, each with its value for scripts without this argument."""
+"""Arguments on which the memory of model states depends, with the values for scripts that lack the arguments."""
 
 
 class _LeavesScript(BaseException):

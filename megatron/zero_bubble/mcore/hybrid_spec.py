@@ -67,7 +67,7 @@ _BLOCKS = importlib.import_module(STACK_MODULE)
 _NAME = "HybridStack" if hasattr(_BLOCKS, "HybridStack") else "MambaStack"
 _STACK, _SUBMODULES = getattr(_BLOCKS, _NAME), getattr(_BLOCKS, f"{_NAME}Submodules")
 HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
-"""Whether hybrid models of the installed megatron-core have multi-token prediction, as they do from 0.17 on."""
+"""Whether hybrid models of the installed megatron-core support multi-token prediction (0.17 and later)."""
 
 
 def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:

@@ -185,7 +185,7 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Tell `Float16Module` the position of a stage.
+    """Set the position in the pipeline of a model's `Float16Module`.
 
     `Float16Module` converts only the inputs of the first stage and the outputs of the last stage.
     """

@@ -51,8 +51,8 @@ def sharded_optimizer_state(
 def _places_in_gathered_state(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Give megatron-core the positions of parameters in the distributed optimizer's gathered state.
 
-    megatron-core gathers the state of a buffer without the padding after each bucket. Up to version 0.19, megatron-core
-    reads the state of a parameter at the parameter's position in the buffer with padding. Later versions subtract the
+    megatron-core gathers the state of a buffer without the padding after each bucket. But up to version 0.19,
+    megatron-core reads a parameter's state at the parameter's offset in the padded buffer. Later versions subtract the
     padding of the buckets before the parameter's bucket; here every parameter is given bucket 0, so that nothing is
     subtracted.
     """

@@ -58,9 +58,9 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
 
     If `store` is not deferring, W runs at the end of the backward.
 
-    B may compute the gradient of the bias in two cases: in fp8, and if the caller of the module adds the bias. A bias
-    gradient that B has computed is kept until the W of the same microbatch, because each call of `backward_dw()` lets
-    DDP's hook add only one microbatch's gradient to `main_grad`.
+    Transformer Engine computes the gradient of the bias in B, not in W, in two cases: in fp8, and if the caller of the
+    module adds the bias. A bias gradient that B has computed is kept until the W of the same microbatch, because each
+    call of `backward_dw()` lets DDP's hook add only one microbatch's gradient to `main_grad`.
     """
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.

@@ -74,12 +74,11 @@ class ShardSoftmax:
     """The softmax of n tokens on one shard. `difference`, `product` and `label_weights` are None in an evaluation.
 
     Attributes:
-        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`.
-        rows: [n], the label's row in this shard; arbitrary if another shard has the label.
-        is_own: [n], whether the label is in this shard.
-        difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights.
-        product: [n, hidden], the product of `difference` and the weights; None once the input gradient is computed.
-        label_weights: [n, hidden], the weights of the label's row, zeros if another shard has the label; None when
+        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`. rows: [n], the
+        label's row in this shard; arbitrary if another shard has the label. is_own: [n], whether the label is in this
+        shard. difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights. product:
+        [n, hidden], the product of `difference` and the weights; None once the input gradient is computed.
+        label_weights: [n, hidden], the row of weights of each label, zeros if another shard has the label; None when
             `product` is None.
         scale: the factor of D_d in `difference`.
     """

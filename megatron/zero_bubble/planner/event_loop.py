@@ -22,7 +22,7 @@ class PlannedOrders(NamedTuple):
     orders: list[Order]
     """Rank -> its order of operations."""
     tie: float
-    """The time that decides between orders of equal cost: the makespan, or the longest span of a rank."""
+    """Decides between orders of equal cost: the makespan if the cost is the longest span, else the longest span."""
 
 
 class EventLoop(ABC):

@@ -60,7 +60,7 @@ class OrderMoves:
         self.measure()
 
     def measure(self) -> None:
-        """Compute the memory of all ranks from the orders of the graph."""
+        """Compute the memory of each rank before each operation of the rank's order."""
         self._memory = [self._memory_of(rank) for rank in range(self.problem.num_ranks)]
         """Rank -> memory before each operation of the rank's order."""
 

@@ -244,7 +244,7 @@ class Problem:
 
     @property
     def whole_memory(self) -> tuple[float, ...]:
-        """Rank -> memory of one microbatch with all activations on all stages of the rank."""
+        """Rank -> memory of one microbatch on the rank if every stage of the rank keeps all activations."""
         return self.placement.sums([footprint.whole for footprint in self.footprints])
 
     @cached_property

@@ -37,7 +37,7 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    Collectives are sorted by the places of their last contributing operations in the serial order `order`.
+    Collectives are sorted by the position of their last contributing operation in the serial order `order`.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. By
     default, a rank joins a collective right before the rank's first computation that is planned to end after the

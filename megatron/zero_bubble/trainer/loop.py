@@ -200,7 +200,7 @@ class Trainer:
         )
 
     def _log_unlogged(self) -> None:
-        """Log the last complete iteration, unless this iteration is logged already; a collective call."""
+        """Log the last complete iteration unless it has been logged already; a collective call."""
         if self._unlogged is None:
             return
         result, self._unlogged = self._unlogged, None
