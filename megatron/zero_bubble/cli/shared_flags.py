@@ -145,7 +145,7 @@ class CostFlags(CommandFlags):
     no_overlap_communication: bool = flag("sender and receiver compute nothing during a message", False)
 
     default_time: ClassVar[float] = 1
-    """Time of F, B or W if no flag gives the operation's time."""
+    """Default time of F, B and W."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

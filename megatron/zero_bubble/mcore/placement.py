@@ -73,8 +73,8 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 def adopt_placement(placement: Placement) -> None:
     """Set the parallel state for a placement that was chosen after megatron-core's initialization; a collective call.
 
-    Call `adopt_placement` before any model is built. `initialize_model_parallel` must have been called for a placement
-    with the first and the last stage on different ranks. The embedding groups, which reduce the gradients of tied
+    Call `adopt_placement` before any model is built. The earlier call of `initialize_model_parallel` must have placed
+    the first and the last stage on different ranks. The embedding groups, which reduce the gradients of tied
     embeddings, are created again if the chosen placement has the first and the last stage on one rank.
     """
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None

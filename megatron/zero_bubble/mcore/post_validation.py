@@ -215,7 +215,7 @@ class PostValidation:
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
         """Tell whether this rank's gradients show that an optimizer step would be wrong.
 
-        With a distributed optimizer, the gradients on all ranks of the stage are tested.
+        With a distributed optimizer, the gradients on all ranks of the stage are tested for Inf and NaN.
         """
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])

@@ -50,7 +50,7 @@ class OrderMoves:
         self.problem, self.graph = problem, graph
         self._keeps_forwards = keeps_forwards
         self.limits = [limit + tolerance(limit) for limit in problem.limits]
-        """Rank -> memory limit of its activations."""
+        """Rank -> limit of its activation memory."""
         self.may_drop = problem.recompute is Recompute.PLANNED
         """Whether moves may add and remove recomputations (R)."""
         self.r = graph.recomputations

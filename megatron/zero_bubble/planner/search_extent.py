@@ -8,7 +8,7 @@ from megatron.zero_bubble.planner.request import QUICK_EFFORT, PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
 
 PROMISING = 1.05
-"""A layout is planned with more effort if its plan takes at most `PROMISING` times as long as the fastest plan."""
+"""A layout is planned again, with more effort, if its plan is slower than the fastest plan by at most this factor."""
 _SMALL = 3000
 """Largest number of F, B and W, for two chunks per rank, of a problem that counts as small (see `Extent.is_small`)."""
 _LARGE = 5000

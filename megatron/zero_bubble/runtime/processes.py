@@ -1,7 +1,8 @@
 """Makes the child processes of a rank (loader workers, checkpoint writers) end together with the rank.
 
-Without this module, Python ends child processes only at a regular exit, and then waits for them without limit. A killed
-rank would leave its children behind, and a child that ignores SIGTERM would prevent the exit of its rank.
+Without this module, Python ends child processes only at a regular exit, and then waits for them without limit.
+Otherwise, a killed rank would leave its child processes running, and a child that ignores SIGTERM would prevent the
+exit of its rank.
 """
 
 from __future__ import annotations

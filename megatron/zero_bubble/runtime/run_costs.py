@@ -48,7 +48,7 @@ class RunCosts:
         self.center: Callable[[Sequence[float]], float] = statistics.median
         """Computes one time from the samples of an operation, for example the median."""
         self.ratio_of_pairs: float | None = None
-        """In the last profile, the time of F and B as a pair, divided by the time of F and B one after the other."""
+        """Time of F and B as a pair, divided by the time of F and B one after the other, in the last profile."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the operations of one step to the next profile."""

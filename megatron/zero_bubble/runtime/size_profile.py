@@ -115,7 +115,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Fit a curve for each stage to the temporary memory of operations.
+    """Fit a curve to the temporary memory of each stage's operations.
 
     The curve of a stage is fitted to one kind of operation: the kind that needs the most temporary memory.
     """

@@ -115,8 +115,8 @@ class VocabularyStage(Stage, Protocol):
     def exchange(self, op: Op) -> None:
         """Take part in a collective of all ranks, such as HIDDEN, the broadcast of the last stage's output.
 
-        An `ExchangeLane` calls `exchange` while the rank computes: on a GPU in a stream that has waited for all earlier
-        operations, on a CPU in a thread. Any operation may use and free the results of `exchange`, because the next
-        call of `exchange` waits for all computation launched earlier. A tensor that `exchange` reads must not be freed
-        until this rank has waited for a later collective.
+        An `ExchangeLane` calls `exchange` while the rank computes. On a GPU, the call runs in a stream that has waited
+        for all earlier operations; on a CPU, it runs in a thread. Any operation may use and free the results of
+        `exchange`, because the next call of `exchange` waits for all computation launched earlier. A tensor that
+        `exchange` reads must not be freed until this rank has waited for a later collective.
         """

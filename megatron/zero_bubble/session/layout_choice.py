@@ -138,11 +138,10 @@ def choose_layout(
     """Choose a layout among the layouts that the flags allow, for the job's largest number of microbatches.
 
     Args:
-        free_bytes: free memory of a device before the model is built; None for no limit.
-        is_quick: whether to plan with little search effort.
-        frees_layout: whether to search all layouts, even if Megatron's flags fix a layout.
-        host_rate: bytes copied per millisecond between device and host; None without offload.
-        report: called often during the search with a text about the progress.
+        free_bytes: free memory of a device before the model is built; None for no limit. is_quick: whether to plan with
+        little search effort. frees_layout: whether to search all layouts, even if Megatron's flags fix a layout.
+        host_rate: bytes copied per millisecond between device and host; None without offload. report: called repeatedly
+        during the search with a text about the progress.
 
     Raises:
         ValueError: no layout fits in the memory.

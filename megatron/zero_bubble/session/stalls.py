@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Name the likely causes of a hang: ranks that do not answer or, if all ranks answer, ranks that wait for no message."""
+    """Name the likely causes of a hang: ranks that do not answer or, if all answer, ranks that wait for no message."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

@@ -120,7 +120,7 @@ class ModelCount:
     output: UnitCount
     """Counts of multi-token prediction, final norm, output layer and loss together."""
     input_bytes: float
-    """Bytes of a layer's input, and so of a message between stages."""
+    """Size in bytes of a layer's input, which is also the size of a message between stages."""
 
     @property
     def units(self) -> tuple[UnitCount, ...]:

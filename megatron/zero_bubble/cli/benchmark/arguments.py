@@ -152,8 +152,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         """Return the benchmark's flags with all zero-bubble flags moved from `training_flags` to `schedule_flags`.
 
         Raises:
-            ValueError: a flag after `--` sets a schedule or a number (such as the global batch size) that the benchmark
-                itself sets.
+            ValueError: a flag after `--` sets the schedule or another value that the benchmark itself sets, such as the
+            global batch size.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
