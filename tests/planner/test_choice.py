@@ -20,6 +20,8 @@ EVEN = Layout(LINEAR, (2, 2))
 UNEVEN = Layout(LINEAR, (1, 3))
 V = Layout(Placement("v", 2, 2), (1, 1, 1, 1))
 SHARDS = replace(EVEN, vocabulary_parallel=True)
+INTERLEAVED = Layout(Placement("interleaved", 2, 2), (1, 1, 1, 1))
+SHARDS_IN_V = replace(V, vocabulary_parallel=True)
 
 
 def plan(layout: Layout, time: float, *, recomputes: bool = False) -> Plan:
@@ -38,6 +40,8 @@ def plan(layout: Layout, time: float, *, recomputes: bool = False) -> Plan:
         ([(EVEN, 100), (V, 99.9)], V, V),  # what is usual stays
         ([(EVEN, 97), (V, 100)], V, EVEN),
         ([(V, 102.5), (SHARDS, 100)], None, V),  # shards have to gain more
+        ([(EVEN, 102.1), (INTERLEAVED, 101.9), (V, 100)], EVEN, V),  # a simpler layout has to gain as much
+        ([(V, 103.1), (SHARDS, 102), (SHARDS_IN_V, 100)], None, SHARDS_IN_V),
         ([(V, 104), (SHARDS, 100)], None, SHARDS),
         ([(UNEVEN, 99.8), (EVEN, 100)], None, EVEN),  # partitions that differ by less than costs do
         ([(UNEVEN, 99), (EVEN, 100)], None, UNEVEN),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble.planner.layout_plan import Plan
-from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, megatrons_layout
+from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -42,6 +42,15 @@ def test_under_full_recomputation_the_first_rank_has_inputs_and_one_restored_blo
 
 def test_without_recomputation_it_has_two_microbatches_in_full() -> None:
     assert on_split(Recompute.NONE).memory == pytest.approx(4 * STATE + 2 * 4 * (INPUT + RESTORED))
+
+
+def test_the_limit_of_interleaved_1f1b_exists_for_any_number_of_microbatches() -> None:
+    """megatron-core's interleaved schedule needs whole groups of microbatches."""
+    unit = UnitCosts(1, 1, 1, memory_f=1, memory_b=-0.5, memory_w=-0.5)
+    layout = megatrons_layout(8, 4, 2)
+    few, whole = (PlanRequest("auto", m, (layout.placement,), ModelCosts(unit, (unit,) * 8, unit)) for m in (6, 8))
+    limit = capacity_of_multiple(few, layout, 1.0, is_interleaved=True)
+    assert limit == capacity_of_multiple(whole, layout, 1.0, is_interleaved=True)
 
 
 def test_its_backwards_compute_both_gradients_at_once() -> None:

@@ -83,6 +83,23 @@ def test_operations_that_recompute_or_fuse_gradients_count():
         assert order_microbatches(schedule, [costs] * 4).time == pytest.approx(expected)
 
 
+def test_a_fused_backward_saves_its_time():
+    costs = replace(costs_of([1.0], 3)[0], saved_bw=(0.5,) * 3)
+    schedule = generate("1f1b", 3, 4, costs=costs)
+    order = order_microbatches(schedule, [costs] * 4)
+    assert order.time == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_a_microbatch_takes_the_memory_of_b_only_while_b_and_w_run():
+    costs = replace(costs_of([1.0], 2)[0], memory_b=(0.2,) * 2, memory_w=(-1.2,) * 2)
+    for name in ("1f1b", "zb-h1"):
+        schedule = generate(name, 2, 4, costs=costs)
+        peaks = simulate(schedule, costs).peak_memory
+        assert order_microbatches(schedule, [costs] * 4, limits=peaks).places == (0, 1, 2, 3)
+        with pytest.raises(Infeasible):
+            order_microbatches(schedule, [costs] * 4, limits=[peak * 0.99 for peak in peaks])
+
+
 class TestLimits:
     """Two ranks hold two microbatches at once."""
 

@@ -7,6 +7,7 @@ import pytest
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 LAYER = UnitCosts(1, 1, 0.8)
 EMBEDDING = UnitCosts(0.02, 0, 0.01)
@@ -25,6 +26,17 @@ def test_no_partition_ends_much_earlier_than_the_balanced_one(placement: Placeme
     assert found is not None
     several = (part for part in product(range(10), repeat=placement.num_stages) if sum(part) == 9 and all(part[1:-1]))
     assert balance.estimate(found) <= 1.01 * min(map(balance.estimate, several))
+
+
+@pytest.mark.parametrize(("p", "m", "num_layers", "expected"), [(2, 16, 15, (6, 9)), (2, 8, 16, (7, 9))])
+def test_the_last_stage_gets_more_layers_because_it_recomputes_none(
+    p: int, m: int, num_layers: int, expected: tuple[int, ...]
+) -> None:
+    """Under full recomputation the last stage runs each B directly after its F."""
+    layer = UnitCosts(10, 10, 10, memory_f=1, memory_b=-0.5, memory_w=-0.5, time_r=10, memory_r=0.9)
+    end = UnitCosts(0.1, 0.1, 0.1)
+    costs = ModelCosts(end, (layer,) * num_layers, end)
+    assert balanced_partition(Balance(costs, Placement("linear", p), m, Recompute.FULL)) == expected
 
 
 def test_a_heavy_output_gets_fewer_layers() -> None:

@@ -61,6 +61,15 @@ def test_what_is_recomputed_is_repeated_with_it():
     assert timeline.cost <= 3 * simulate(shorter, costs).cost
 
 
+def test_a_long_plan_fits_although_every_microbatch_leaves_memory_allocated():
+    """A short plan that filled the limit would leave no room for the memory of the microbatches to come."""
+    m = LONG // (3 * 2) + 400
+    costs = StageCosts.uniform(2, memory_w=-0.499)
+    needed = simulate(generate("1f1b", 2, m, costs=costs), costs).peak_memory
+    plan = generate("auto", 2, m, costs=costs, memory_limit=max(needed) * 1.01, effort=EFFORT)
+    assert max(simulate(plan, costs).peak_memory) <= max(needed) * 1.01
+
+
 def test_ranks_without_a_rhythm_are_not_extended():
     """In so much memory W's wait for the end of the iteration: no part of it leaves the ranks as they were."""
     costs = costs_of("auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble.planner import generate
@@ -10,6 +12,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.step_ops import with_post_validation
 from tests.planner.planning import uneven
 
 
@@ -22,7 +25,10 @@ def test_a_prediction_is_what_simulate_finds(name):
     assert prediction.idle == timeline.idle
     assert prediction.milliseconds == timeline.makespan
     assert prediction.peak_bytes == timeline.peak_memory
-    assert prediction.gain.times == pytest.approx(simulate(generate("1f1b", 4, 8), costs).cost / timeline.cost)
+    baseline = simulate(generate("1f1b", 4, 8), costs)
+    assert prediction.gain.times == pytest.approx(baseline.makespan / timeline.makespan)
+    validated = replace(prediction, schedule=with_post_validation(prediction.schedule, costs))
+    assert validated.gain.times == pytest.approx(baseline.makespan / validated.timeline.cost)
 
 
 def test_the_speed_up_compares_with_1f1b_of_the_same_layers_a_rank():
@@ -37,9 +43,9 @@ def test_the_speed_up_of_full_recomputation_compares_with_1f1b_that_recomputes_i
     """megatron-core's 1F1B takes (m+p-1)(F+R+B+W); that of a run which need not recompute keeps everything."""
     profile = Profile(Placement("linear", 4), StageCosts.uniform(4, time_r=1, memory_r=0.9), 0.0, {})
     schedule = generate("zb-h1", 4, 8, recompute=Recompute.FULL)
-    cost = simulate(schedule, profile.costs).cost
-    assert Prediction(profile, schedule, Recompute.FULL).gain.times == pytest.approx(11 * 4 / cost)
-    assert Prediction(profile, schedule, Recompute.PLANNED).gain.times == pytest.approx(11 * 3 / cost)
+    makespan = simulate(schedule, profile.costs).makespan
+    assert Prediction(profile, schedule, Recompute.FULL).gain.times == pytest.approx(11 * 4 / makespan)
+    assert Prediction(profile, schedule, Recompute.PLANNED).gain.times == pytest.approx(11 * 3 / makespan)
 
 
 def test_the_speed_up_with_a_spread_vocabulary_compares_with_1f1b_of_the_same_work_a_rank():
@@ -47,8 +53,8 @@ def test_the_speed_up_with_a_spread_vocabulary_compares_with_1f1b_of_the_same_wo
     placement = Placement("linear", 4)
     costs = StageCosts.uniform(4).with_shards(placement, {"time_s": 0.3, "time_t": 0.2})
     schedule = generate("zb-h1", 4, 8, vocabulary_parallel=True)
-    cost = simulate(schedule, costs).cost
-    assert Prediction(Profile(placement, costs, 0.0, {}), schedule).gain.times == pytest.approx(11 * 3.5 / cost)
+    makespan = simulate(schedule, costs).makespan
+    assert Prediction(Profile(placement, costs, 0.0, {}), schedule).gain.times == pytest.approx(11 * 3.5 / makespan)
 
 
 def test_megatrons_split_is_slower_by_the_work_of_the_layers_alone():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.schedule import (
     Op,
     OpKind,
@@ -105,6 +105,17 @@ def test_operations_in_an_impossible_order_are_named(lowered):
     schedule = RunSchedules.named("zb-h1", 2).schedule(4) if lowered else generate("zb-h1", 2, 4)
     with pytest.raises(ScheduleError, match=r"^[^\n]*B1[^\n]*$"):
         RunSchedules.of(swapped(schedule, 1, Op(OpKind.F, 1), Op(OpKind.B, 1))).schedule(4)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_evaluation_may_have_any_number_of_microbatches(shards):
+    plan = RunSchedules.named("interleaved-1f1b", 4).requesting(vocabulary_parallel=shards)
+    with pytest.raises(ScheduleError):
+        plan.schedule(6)
+    forwards = prepare(plan.for_evaluation(6), forward_only=True)
+    assert forwards.placement == plan.placement
+    assert forwards.is_vocabulary_parallel is shards
+    assert sum(op.kind is OpKind.F for ops in forwards.ops for op in ops) == 6 * plan.placement.num_stages
 
 
 def test_a_schedule_is_made_once():

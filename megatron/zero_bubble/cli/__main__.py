@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _version() -> str:
-    """The name of the installed package and its version."""
+    """Return the name of the installed package and its version."""
     package = "megatron-zero-bubble"
     try:
         return f"{package} {metadata.version(package)}"

@@ -19,14 +19,15 @@ times from Megatron-LM's log. Values that Megatron-LM does not print are shown a
 With --pipeline-size, --schedule names the schedules that the benchmark compares. For every schedule, the benchmark runs
 pretrain_gpt.py as a separate job with the flags that follow `--`. Zero-bubble flags after `--` apply only to the
 schedules of --schedule. megatron-core's own 1F1B always runs, as the baseline. Every schedule runs once in each round.
-The column `to 1F1B` is the median over rounds of a schedule's speed divided by 1F1B's speed in the same round, with a
-bootstrap interval. `--schedule chosen` trains with --zero-bubble alone, which chooses the layout; the benchmark's
-progress line shows this layout. The benchmark measures bubble rates only under this project's schedules. For
-megatron-core's schedules, the column `predicted` is simulated with costs that were measured under one of this project's
-schedules in the same placement. If measured costs include vocabulary shards, the simulation of a megatron-core schedule
-moves the costs of the shards to the first and last stage. The column `memory (MiB)` shows the allocator's peak on the
-fullest GPU or, without CUDA, the resident memory of the largest process, its libraries included. With `--losses`, the
-benchmark also prints the largest relative difference between the losses of every schedule and the losses of 1F1B.
+The column `to 1F1B` shows a schedule's speedup over 1F1B: the median, over all rounds, of the ratio of their speeds in
+the round. The next column shows the bootstrap confidence interval of this median. `--schedule chosen` trains with
+--zero-bubble alone, which chooses the layout; the benchmark's progress line shows this layout. The benchmark measures
+bubble rates only under this project's schedules. For megatron-core's schedules, the column `predicted` is simulated
+with costs that were measured under one of this project's schedules in the same placement. If measured costs include
+vocabulary shards, the simulation of a megatron-core schedule moves the costs of the shards to the first and last stage.
+The column `memory (MiB)` shows the allocator's peak on the fullest GPU or, without CUDA, the resident memory of the
+largest process, its libraries included. With `--losses`, the benchmark also prints the largest relative difference
+between the losses of every schedule and the losses of 1F1B.
 
 A mistake in the flags ends the command with a one-line message and exit status 2. A failed training ends the command
 with status 1.

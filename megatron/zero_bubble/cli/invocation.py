@@ -45,7 +45,7 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 
 
 class _CommandParser(FlagParser):
-    """A parser that, unlike argparse's own parser, raises `OSError` if `--help` cannot write the help."""
+    """A parser that raises `OSError` if `--help` cannot write the help; argparse's own parser raises no error."""
 
     def print_help(self, file: Any = None) -> None:
         deliver(self.format_help(), None)

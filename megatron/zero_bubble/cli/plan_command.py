@@ -1,4 +1,4 @@
-"""Read costs from a file, and choose the layout and the schedule of a model, as a job with `--zero-bubble` does.
+"""Choose the layout and the schedule of a model, as a job with `--zero-bubble` does, but with costs from a file.
 
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --memory-limit 1.5 --json
@@ -210,7 +210,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 
 def _chosen_flags(layout: Layout) -> str:
-    """The flags of a job that runs the layout."""
+    """Return the flags of a job that runs the layout."""
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return flags_text({**flags_of_layout(layout), **(recomputed if layout.recompute is Recompute.FULL else {})})
 

@@ -1,8 +1,8 @@
 """Change the times, memory and messages of schedules in a browser, and see the effect.
 
-The playground's page runs this package in the browser. The page needs no network, because `zero-bubble playground`
-serves the page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the
-page's files to a folder, for any web server, and serves nothing.
+The playground's page runs this package in the browser. `zero-bubble playground` serves the page's files to this
+machine alone, until Ctrl-C; the page needs no network. With `--output DIR`, `zero-bubble playground` writes the page's
+files to a folder, for any web server, and serves nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 class PlaygroundServer(ThreadingHTTPServer):
-    """An HTTP server on this machine's loopback address that prints no line for a connection that a browser closes.
+    """An HTTP server on this machine's loopback address; prints no error if a browser closes a connection.
 
     Args:
         folder: the folder that is served.

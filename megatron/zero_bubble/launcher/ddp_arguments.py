@@ -34,6 +34,9 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 def defer_in_ddp(call: Call, **more: bool) -> None:
     """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls the DDP hooks that reduce gradients.
 
+    With `align_param_gather`, megatron-core's own schedules would start the gathers of parameters. `align_param_gather`
+    is unset, so that DDP itself starts the gather of a bucket when the bucket before is in use.
+
     The changed copy of DDP's configuration is not checked again, because the check would refuse a bucket size that
     megatron-core has computed from `num_buckets`.
 
@@ -42,7 +45,7 @@ def defer_in_ddp(call: Call, **more: bool) -> None:
         more: further fields of `ddp_config` to set, with their values.
     """
     call["ddp_config"] = config = copy.copy(call["ddp_config"])
-    vars(config).update(delay_wgrad_compute=True, **more)
+    vars(config).update(delay_wgrad_compute=True, align_param_gather=False, **more)
 
 
 def construct_ddp(call: Call, **more: bool) -> None:

@@ -26,12 +26,12 @@ _MODELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", "", ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", _NEWER),
 )
-"""(model class, constructor parameters that not all model classes have, megatron-core versions that have the class)."""
+"""Model classes, each with further parameters of its constructor and the megatron-core versions that have the class."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
-"""(module that cuts a hybrid model's layer pattern into stages, megatron-core versions that have this module)."""
+"""Modules that cut a hybrid model's layer pattern into stages, each with the megatron-core versions that have it."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
 """Optimizer classes that compute the position of each parameter in DDP's buffers."""
 
@@ -273,10 +273,10 @@ def _script_writes_in_threads(script: Namespace) -> AbstractContextManager[None]
 
 
 def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
-    """Yield the hooks that, together with `mcore/cpu.py`, let Megatron-LM's trainer run on a machine without CUDA.
+    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`.
 
     Args:
-        changes: closed to undo the changes that a hook has made.
+        changes: stack to which a hook adds its changes; closing the stack undoes the changes.
     """
 
     from megatron.core import datasets

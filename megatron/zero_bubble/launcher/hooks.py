@@ -82,7 +82,7 @@ def minor_version(version: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A function that the launcher has found in `owner`, a module or class, under the name `attribute`."""
+    """A function that the launcher has found as the attribute `attribute` of the module or class `owner`."""
 
     owner: Any
     attribute: str
@@ -91,9 +91,9 @@ class Target:
 
 
 class InstalledHooks:
-    """Until `restore()` is called, replaces functions by hooks, also in modules that imported the functions by name.
+    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
 
-    The constructor checks all functions before the constructor replaces the first function.
+    The constructor checks all functions before it replaces the first function.
 
     Raises:
         SessionError: a function is missing, or lacks a parameter.

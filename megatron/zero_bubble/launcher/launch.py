@@ -22,7 +22,7 @@ SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 
 class Launch:
-    """Installs the launcher's hooks, and replaces CUDA functions on a machine without CUDA, until `close()` is called.
+    """Installs the launcher's hooks until `close()` is called; with `--zero-bubble-cpu`, also replaces CUDA functions.
 
     Args:
         flags: the launcher's flags; if the flags ask for no schedule, no hook of a schedule is installed.
@@ -95,7 +95,7 @@ def supported_version() -> str:
 
 
 def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
-    """Train in this process with a zero-bubble schedule.
+    """Let the training loop of this process run under a zero-bubble schedule.
 
     Every rank must call `enable` before Megatron-LM's `pretrain` or, without `pretrain`, before the model is built.
 

@@ -32,7 +32,7 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|.* elapsed time per
 
 
 class Run:
-    """Runs a script's training; a `Run` is made after the script has parsed its arguments, before process groups exist.
+    """Runs a script's training; a `Run` is made after the script parses its arguments and before process groups exist.
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
@@ -66,7 +66,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """Return the `ScriptStages` of the layout; until the layout is chosen, `ScriptStages` does not change stages.
+        """Return the `ScriptStages` of the layout; before a layout is chosen, the `ScriptStages` changes no stage.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -178,6 +178,8 @@ class Run:
         """
         if not self.session.has_started:
             self._start()
+        # Megatron-LM may skip an iteration, or run it a second time.
+        self.session.iteration = getattr(self._script, "curr_iteration", self.session.iteration)
         is_local = self.replicas.is_local
         arguments["forward_step_func"] = self.stages.placed(arguments["forward_step_func"])
         losses = self.stages.to_last_rank(self.session.forward_backward(**arguments))
@@ -227,7 +229,8 @@ class Run:
             write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *_writers())
             order, waits = order_fields(run.take_order_times()), wait_fields(self.session.replicas.take_waits())
             call["message"] += idle_fields(measured.idle, predicted) + order + waits
-            self._summary.record(int(match[1]), float(match[2]), measured, prediction)
+            if self.session.num_steps > 1:  # The first iteration also warms up.
+                self._summary.record(int(match[1]), float(match[2]), measured, prediction)
         return call.proceed()
 
     def train(self, call: Call) -> Any:
@@ -246,9 +249,10 @@ class Run:
 
     @property
     def had_nothing_to_train(self) -> bool:
-        """Whether no iteration is left to train: training is skipped, or the checkpoint is of the last iteration."""
+        """Whether the script trains no iteration: it only evaluates or converts a checkpoint, or is at its end."""
         done, last = getattr(self._script, "iteration", 0), getattr(self._script, "train_iters", None)
-        return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
+        only = any(getattr(self._script, name, None) for name in ("skip_train", "ckpt_convert_format"))
+        return only or (last is not None and done >= last)
 
 
 def _writers() -> tuple[Any, Any]:

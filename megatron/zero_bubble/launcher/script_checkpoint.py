@@ -39,13 +39,27 @@ class ScriptCheckpoint:
     def of(cls, script: Namespace) -> ScriptCheckpoint | None:
         """Return the checkpoint that the script arguments `script` name; None if the script loads no checkpoint."""
         for name in ("load", "pretrained_checkpoint"):
-            folder = getattr(script, name, None)
-            if folder and Path(folder, _TRACKER).is_file():
-                return cls(script, name)
+            if not (folder := getattr(script, name, None)):
+                continue
+            found = cls(script, name)
+            newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
+            has_newer = (
+                getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
+            )
+            if found._iteration is not None or has_newer:
+                return found
         return None
 
     def __str__(self) -> str:
         return f"{flag_name(self.name)} {getattr(self.script, self.name)}"
+
+    @property
+    def _iteration(self) -> str | None:
+        """The iteration, or "release", of the persistent checkpoint; None if there are only non-persistent ones."""
+        folder, step = Path(getattr(self.script, self.name)), getattr(self.script, "ckpt_step", None)
+        if step:
+            return str(step) if folder.is_dir() else None
+        return (folder / _TRACKER).read_text().strip() if (folder / _TRACKER).is_file() else None
 
     @property
     def is_continued(self) -> bool:
@@ -58,8 +72,9 @@ class ScriptCheckpoint:
 
         Megatron-LM also reads the format torch if `--ckpt-format` is torch_dist.
         """
-        folder, step = Path(getattr(self.script, self.name)), getattr(self.script, "ckpt_step", None)
-        iteration = (folder / _TRACKER).read_text().strip() if step is None else str(step)
+        folder, iteration = Path(getattr(self.script, self.name)), self._iteration
+        if iteration is None:  # Non-persistent checkpoints have shards.
+            return None
         files = folder / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
         kind = str(getattr(self.script, "ckpt_format", "torch"))
         if files.is_dir():
@@ -79,18 +94,21 @@ class ScriptCheckpoint:
 
             # A collective call, which changes the given arguments in place. If the checkpoint has arguments, the
             # result is a pair of the given arguments and the checkpoint's arguments.
+            given = copy.copy(self.script)
+            if getattr(given, "non_persistent_ckpt_type", None) == "local":
+                given.non_persistent_ckpt_type = None  # Megatron-LM reads no arguments from a local checkpoint.
             with contextlib.redirect_stdout(io.StringIO()):
-                result = load_args_from_checkpoint(copy.copy(self.script), load_arg=self.name)
+                result = load_args_from_checkpoint(given, load_arg=self.name)
             return result[1] if isinstance(result, tuple) else None
 
         return jointly(read)
 
     @users_mistakes()
     def check_stages(self, placement: Placement, partition: Sequence[int]) -> None:
-        """Refuse a checkpoint of one file per rank whose ranks have other stages than this job; a collective call.
+        """Refuse a checkpoint with one file per rank if its ranks had other stages than in this job; a collective call.
 
-        Megatron-LM loads the layers of such a file by their numbers on the rank, without an error: layers of another
-        stage, and chunks and layers that are not in the file, would be wrong.
+        Megatron-LM loads such a file without an error, because it matches layers by their numbers on the rank. The
+        weights of layers from another stage, and of chunks and layers that are not in the file, would be wrong.
 
         Args:
             placement: the placement of this job.

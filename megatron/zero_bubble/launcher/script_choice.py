@@ -16,7 +16,10 @@ from megatron.zero_bubble.launcher.script_settings import (
     chunks_asked,
     divide_pattern,
     flags_of,
+    needs_one_chunk,
+    refuse_chunks,
     refuse_script_settings,
+    switch_off_reruns,
     take_over_overlap,
 )
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
@@ -54,6 +57,8 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     script = call["args"]
     with users_mistakes():
         take_over_overlap(script)
+        if flags.zero_bubble_post_validation:
+            switch_off_reruns(script)
         divide_pattern(script, flags)
         job = flags_of(script, flags)
         refuse_script_settings(script, job)
@@ -103,7 +108,14 @@ def settle_layout(
     """
     if checkpoint is not None and (saved := _saved_choice(checkpoint, session.job)) is not None:
         session.restore_layout(saved, script.load)
+        if (num_chunks := session.job.placement.num_chunks) > 1:
+            refuse_chunks(script, f"--load {script.load}, whose layout has {num_chunks} model chunks a rank,")
         return True
+    if checkpoint is None and _has_local_checkpoint(setup):
+        raise SessionError(
+            "--non-persistent-ckpt-type local: there is a local checkpoint, but --load has no checkpoint that records "
+            "the layout: give the flags that the first job printed below its table of layouts"
+        )
     if (reason := _reason_to_keep(script, checkpoint)) is None:
         try:
             costs = units.measure(setup, session)
@@ -117,7 +129,7 @@ def settle_layout(
         raise SessionError(
             f"{asking}: the script's model_provider has no parameter vp_stage, which several chunks need"
         )
-    has_chunks = builds_chunks and not getattr(script, "iterations_to_skip", None)
+    has_chunks = builds_chunks and needs_one_chunk(script) is None
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:
@@ -140,7 +152,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
     """Change settings so that `setup_model_and_optimizer` builds the stages of `job`'s layout."""
     placement = job.placement
-    for name in SAVED_NAMES:
+    for name in (*SAVED_NAMES, "step_batch_sizes"):
         setattr(script, name, getattr(job.flags, name))
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
@@ -160,6 +172,12 @@ def _saved_choice(checkpoint: ScriptCheckpoint, job: JobSettings) -> ChosenLayou
     if not checkpoint.is_continued or checkpoint.arguments is None:
         return None
     return saved_choice(checkpoint.arguments, job.flags)
+
+
+def _has_local_checkpoint(setup: Call) -> bool:
+    """Return whether the nodes of the job hold a checkpoint on local storage; a collective call."""
+    manager = (setup.get("checkpointing_context") or {}).get("local_checkpoint_manager")
+    return manager is not None and manager.find_latest() >= 0
 
 
 def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> str | None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from megatron.zero_bubble.mcore.batch_sizes import has_steps, sizes_of_steps
 from megatron.zero_bubble.mcore.refusals import refuse_with_features, refuse_with_schedule
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
@@ -16,6 +17,7 @@ from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags, spread_layers
+from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
@@ -46,6 +48,17 @@ def take_over_overlap(script: Namespace) -> None:
         script.overlap_moe_expert_parallel_comm = script.delay_wgrad_compute = False
 
 
+def switch_off_reruns(script: Namespace) -> None:
+    """Let Megatron-LM run no iteration a second time, because post-validation would take the optimizer's step twice.
+
+    With `--rerun-mode validate_results`, the default, Megatron-LM repeats an iteration whose loss is not finite. With
+    `--rerun-mode disabled`, such a loss ends the job before the optimizer's step.
+    """
+    if getattr(script, "rerun_mode", None) == "validate_results":
+        script.rerun_mode = "disabled"
+        print_rank_0(f" > {Feature.POST_VALIDATION.value}: --rerun-mode validate_results is set to disabled")
+
+
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     """Return the flags of the job, made from a script's arguments and the launcher's flags.
 
@@ -55,19 +68,29 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
         known: flags of the job whose values replace the values from the script.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
-    ramp = getattr(script, "rampup_batch_size", None)
     ours = {entry.name: getattr(flags, entry.name) for entry in fields(JobFlags) if hasattr(flags, entry.name)}
     pattern = getattr(script, "hybrid_layer_pattern", None)
     in_its_words: dict[str, Any] = {
         "pipeline_model_parallel_layout": str(layout) if layout is not None else None,
         "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
-        "rampup_batch_size": [int(size) for size in ramp] if ramp is not None else None,
+        **_batch_sizes(script),
         _OVERLAP: getattr(script, _OVERLAP, False) or getattr(script, _TAKEN_OVER, False),
     }
     if pattern is not None:
         in_its_words["num_layers"] = len(HybridPattern.parse(pattern).symbols)
     return JobFlags.of(script, **{**in_its_words, **ours, **known})
+
+
+def _batch_sizes(script: Namespace) -> dict[str, Any]:
+    """Return the flags of the job about batch sizes that change during the training."""
+    ramp, steps = (getattr(script, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
+    if steps is not None:
+        return {
+            "rampup_batch_size": None,
+            "step_batch_sizes": sizes_of_steps(steps, getattr(script, "seq_length", None)),
+        }
+    return {"rampup_batch_size": None if ramp is None or has_steps() else [int(size) for size in ramp]}
 
 
 def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | None = None) -> None:
@@ -89,18 +112,36 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
         Feature.VOCABULARY_SHARDS: flags.vocabulary_parallel,
         Feature.PLANNED_RECOMPUTATION: flags.recompute is Recompute.PLANNED,
         Feature.OFFLOAD: plans_offload(flags),
-        Feature.LAYER_SEEDS: flags.zero_bubble_seed_by_layer,
         Feature.V_PLACEMENT: placement == "v",
     }
     asked_for = f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
     refuse_with_schedule(script, asked_for)
     refuse_with_features(script, [feature for feature, is_used in in_use.items() if is_used])
-    skipped = getattr(script, "iterations_to_skip", None)
-    if skipped and (asking := chunks_asked(flags)) is not None:
+    if (asking := chunks_asked(flags)) is not None:
+        refuse_chunks(script, asking)
+
+
+def refuse_chunks(script: Namespace, asking: str) -> None:
+    """Refuse several model chunks a rank if the script's arguments allow only one.
+
+    Args:
+        asking: the flags, or the checkpoint, that ask for several chunks.
+
+    Raises:
+        SessionError: the script's arguments allow only one model chunk a rank.
+    """
+    if (given := needs_one_chunk(script)) is not None:
         raise SessionError(
-            f"{asking} does not work with --iterations-to-skip {' '.join(map(str, skipped))}: Megatron-LM skips "
-            "iterations of one model chunk a rank: leave one of them out"
+            f"{asking} does not work with {given}, which Megatron-LM supports with one model chunk a rank only: leave "
+            "one of them out"
         )
+
+
+def needs_one_chunk(script: Namespace) -> str | None:
+    """Return the script's flag that allows only one model chunk a rank, and its value; None without such a flag."""
+    if skipped := getattr(script, "iterations_to_skip", None):
+        return f"--iterations-to-skip {' '.join(map(str, skipped))}"
+    return "--multiple-validation-sets" if getattr(script, "multiple_validation_sets", False) else None
 
 
 def chunks_asked(flags: JobFlags) -> str | None:

@@ -71,7 +71,7 @@ class ScriptPostValidation:
         return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
 
     def _is_logged(self) -> bool:
-        """Whether the script logs the gradient norm of this iteration, or this iteration is the last iteration."""
+        """Return whether the script logs the gradient norm of this iteration, or the iteration is the last one."""
         script = self._script
         iteration = script.curr_iteration + 1
         writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
@@ -82,13 +82,13 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Zero the gradients, unless the last step is not validated yet; the validation will zero the gradients."""
+        """Zero the gradients if the last step is validated; otherwise, the validation will zero the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Return `value`, which is equal on all ranks, without the call that would reduce `value` over the ranks."""
+        """Return `value` instead of reducing `value` over the ranks, because all ranks have the same value."""
         if self._post_validation is None:
             return call.proceed()
         # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
@@ -155,8 +155,8 @@ class ScriptReplicas:
         """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch, a dictionary from the name of each loss to its mean, or to its sum and
-                number of tokens; empty on a rank without the last stage.
+            losses: a dictionary for each microbatch, which maps the name of a loss to its mean, or to its sum and
+                number of tokens; an empty list on a rank without the last stage.
         """
         if not losses:
             return losses

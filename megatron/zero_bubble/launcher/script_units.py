@@ -182,7 +182,7 @@ def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(call: Call) -> HybridPattern | None:
-    """Return the layer pattern of the `HybridModel` that a call constructs; None for another class of models."""
+    """Return the layer pattern in a call of a model's constructor; None if the call has no layer pattern."""
     text = call.get("hybrid_layer_pattern")
     return None if text is None else HybridPattern.parse(text)
 
@@ -194,7 +194,7 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return the first layer of each kind, in model order; uses comparisons, because layer specs are not hashable."""
+    """Return the first layer of each kind, in model order. Specs are compared, because they are not hashable."""
     return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
 

@@ -1,7 +1,7 @@
 """Reads checkpoints in torch_dist format without running code that the checkpoints contain.
 
-Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. This module
-reads every pickle of a checkpoint with an unpickler that allows only expected classes:
+Reading a pickle calls any function that the pickle names, and three kinds of files in a checkpoint contain pickles.
+This module reads every pickle of a checkpoint with an unpickler that allows only expected classes:
 
 - `.metadata`, which torch and megatron-core read with plain `pickle`, may contain the classes in `_METADATA_NAMES`;
 - the objects in the `.distcp` files, which torch reads with plain `pickle`, are read with
@@ -39,7 +39,7 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks, jointly
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 _COMMON_OBJECT = MetadataIndex("common_state/shard_0_1")
-"""The object that megatron-core, from 0.19 on, writes into a `.distcp` file in place of the file `common.pt`."""
+"""Index of the object in a `.distcp` file that replaces the file `common.pt` from megatron-core 0.19 on."""
 
 _METADATA_NAMES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
@@ -71,7 +71,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read a checkpoint's `.metadata`, which lists the parts of the checkpoint and their places in files.
+    """Read a checkpoint's `.metadata`, which lists the parts of the checkpoint and their positions in files.
 
     Raises:
         CheckpointError: `.metadata` is missing or damaged, or does not describe a checkpoint.
@@ -87,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def extents(metadata: Metadata) -> dict[str, int]:
-    """Return, by file name, the minimum size in bytes of each file of a checkpoint."""
+    """Return the minimum size in bytes of each file of a checkpoint, by file name."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -178,7 +178,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_restricted(file: io.BytesIO) -> Any:
-    """Read with `torch.load`, allowing tensors, plain values and the classes that megatron-core declares safe."""
+    """Load `file`, and allow only tensors, arrays, plain values and classes that megatron-core declares safe."""
     # A checkpoint holds NumPy's random state, whose constructor NumPy 1 and NumPy 2 save under different names.
     make_array: Any = np.empty(0).__reduce__()[0]
     names: list[Any] = [(make_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]

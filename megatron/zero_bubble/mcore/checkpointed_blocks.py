@@ -30,7 +30,7 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 
 
 def checkpoint_every_layer(config: Any) -> None:
-    """Change `config`, a megatron-core config, so that a model can recompute any of its layers as a separate block.
+    """Change a megatron-core config so that a model can recompute any of its layers as a separate block.
 
     The config is changed after its construction, because the schedule, not the user's flags, chooses the recomputed
     layers.
@@ -92,7 +92,7 @@ def _run_block(
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """Runs a block's forward without keeping activations, which R or B recomputes for the block's backward."""
+    """Runs a block's forward without keeping activations. R or B recomputes the activations for the backward."""
 
     @staticmethod
     def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:

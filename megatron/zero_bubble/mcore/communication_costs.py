@@ -29,8 +29,8 @@ _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
 def measure_message(communicator: type[TorchCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbors in a pipeline; a collective call of the whole job.
 
-    The returned time is the message time of the slowest pair of neighboring ranks. In a schedule that was planned with
-    the message time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
+    The returned time is the message time of the slowest pair of neighboring ranks. A schedule that was planned with a
+    shorter message time would make the slowest pair of ranks wait at every message.
     """
     group, slowest = parallel_state.get_pipeline_model_parallel_group(), 0.0
     if group.size() > 1:
@@ -42,7 +42,7 @@ def measure_message(communicator: type[TorchCommunicator], spec: TensorSpec, tim
 
 
 def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> float:
-    """Measure the milliseconds of one collective between vocabulary shards; a collective call of the whole job."""
+    """Measure the milliseconds of one collective between vocabulary shards; all ranks of the job must call this."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return 0.0

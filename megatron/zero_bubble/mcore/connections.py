@@ -34,8 +34,8 @@ class Connections:
     Args:
         communicator: the class of the channels.
         timeout: time limit for one message or collective, by default 10 minutes, as in Megatron-LM.
-        report: function that is called on every rank of a job on GPUs, once the channels are open, with the
-            `ChannelMemory` of the rank that has the most channels.
+        report: function that gets the `ChannelMemory` of the rank with the most channels; every rank of a job on GPUs
+            calls this function once the channels are open.
     """
 
     communicator: type[TorchCommunicator] = TorchCommunicator
@@ -89,9 +89,9 @@ class Connections:
         )
 
     def measure_messages(self, placement: Placement, rank: int, message: TensorSpec) -> tuple[dict[int, float], float]:
-        """Measure the milliseconds of a message and of a collective; a collective call of the whole job.
+        """Measure the milliseconds of a message and of a collective between vocabulary shards.
 
-        All channels must be open before `measure_messages` is called.
+        All ranks of the job must call `measure_messages`, after all channels are open.
 
         Returns:
             The first value maps stage `s` to the time of a message between the stages `s` and `s + 1`, if this rank has

@@ -33,7 +33,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention; attention's memory and matrix products depend on the implementation."""
+    """An implementation of attention, which determines the memory and the matrix products of attention."""
 
     LOCAL = "megatron-core's own attention, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"

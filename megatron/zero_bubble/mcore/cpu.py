@@ -28,7 +28,7 @@ _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "
 
 
 class Substitution(NamedTuple):
-    """The replacement of an attribute, `owner.name`, and the reason for the replacement."""
+    """The replacement of the attribute `name` of `owner`, and the reason for the replacement."""
 
     owner: Any
     name: str
@@ -134,8 +134,8 @@ def _random_state() -> Iterator[Substitution]:
 class _DeviceGenerator:
     """Emulates CUDA's random generator: for each draw, the CPU generator gets the emulated generator's state.
 
-    The emulated generator has a state of its own, because data loaders also draw from the CPU generator: if dropout
-    used the CPU generator's state, the draws of data loaders would change the dropout of a resumed run.
+    The emulated generator has a state of its own, because data loaders also draw from the CPU generator. With a shared
+    state, the draws of data loaders would change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:

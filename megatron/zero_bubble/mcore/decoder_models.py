@@ -26,4 +26,4 @@ HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "selec
 """Whether hybrid models accept layer patterns in which `|` separates stages, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
-"""Model classes with the modules `embedding`, `decoder.layers` and `output_layer`, on the stages that need them."""
+"""Model classes with the modules `embedding`, `decoder.layers` and `output_layer`; a stage has the modules it needs."""

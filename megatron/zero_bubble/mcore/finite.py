@@ -41,8 +41,8 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 class _Finding:
     """A value that is not finite.
 
-    `_Finding`s sort by kind and position, so that the smallest of several `_Finding`s is probably the cause of the
-    other `_Finding`s.
+    Findings are ordered by kind and position. The smallest of several findings is probably the cause of the other
+    findings.
     """
 
     kind: int

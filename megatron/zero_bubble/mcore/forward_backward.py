@@ -1,4 +1,4 @@
-"""Implements `Stage`, the interface of the executor, with megatron-core's `forward_step` and `backward_step`."""
+"""Implements the executor's interface `Stage` with megatron-core's `forward_step` and `backward_step`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).parameters
-"""Whether `backward_step` takes the type of the model, as it does before megatron-core 0.17."""
+"""Whether `backward_step` takes the type of the model as an argument, as in megatron-core before 0.17."""
 
 
 class GradSync:
@@ -76,7 +76,8 @@ class MegatronStage:
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of operations such as F and R, over all ranks, that run before the previous
             iteration's optimizer step is validated.
-        recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
+        recomputation_store: the executor's `RecomputationStore`; None if the schedule has no R, so that only B can
+            recompute.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
 
@@ -163,7 +164,7 @@ class MegatronStage:
         """Return the forward step of a microbatch on one of this rank's chunks.
 
         The forward step is the user's forward step, except on the first and the last stage of a model with vocabulary
-        shards, where the `VocabularyStep` wraps the user's forward step.
+        shards. For these two stages, the `VocabularyStep` provides the forward step.
         """
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
@@ -234,7 +235,7 @@ class MegatronStage:
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a pair: the loss on the last stage or `output` on any other stage, and the number of tokens."""
+        """Return a pair (result, number of tokens); the result is the loss on the last stage, `output` elsewhere."""
         return mcore.forward_step_calc_loss(
             self.call.chunks[chunk],
             output,
@@ -276,7 +277,7 @@ class MegatronStage:
         return TensorSpec(self.call.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """Leave `no_sync`, as DDP expects between steps, and reduce the complete gradients."""
+        """Leave `no_sync`, as DDP expects between steps; if `finalizes` is set, reduce the gradients."""
         self._grad_sync.enable_all()
         if self.finalizes:
             self.call.finalize(self.placement, self.num_tokens)

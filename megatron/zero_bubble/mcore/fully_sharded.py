@@ -4,8 +4,9 @@ This module uses torch's FSDP2 in megatron-core's wrapper. FSDP2 expects autogra
 the layer's backward, and reduces the gradients at the end of this backward. In a zero-bubble schedule, W computes the
 gradients of weights later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer
 accumulates the layer's gradients without reducing them. This module reduces the gradients of a layer after the layer's
-last W of a step, or of every microbatch, similar to torch's pipelines, which reduce gradients after the last backward.
-The reduced gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
+W: after the last W of a step, or after the W of every microbatch. torch's pipelines similarly reduce gradients after
+the last backward. The reduced gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same
+order.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Let FSDP2 gather the parameters of the layer that runs next while the current layer computes.
+        """While a layer computes, let FSDP2 gather the parameters of the next layer.
 
         By default, FSDP2's backward gathers layers in the reverse order of the latest forwards, but in a pipeline the
         latest forwards may belong to other microbatches.
@@ -132,7 +133,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat gradients that are computed inside the `with` block as not belonging to a step's last microbatch."""
+        """Declare that the `with` block computes no gradients of a step's last microbatch."""
         self._is_last_microbatch = False
         try:
             yield
@@ -205,7 +206,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` without sharding; if `tensor` is a replica's shard, all replicas must call `whole` together."""
+    """Return the unsharded tensor; if `tensor` is a replica's shard, all replicas must call `whole` together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -42,7 +42,7 @@ LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "+": ("mla_layer", "latent attention"),
     }
 )
-"""Symbol of a kind of layer in a layer pattern -> name of the kind in megatron-core's specs, and name in words."""
+"""Symbol in a layer pattern -> (name of the kind of layer in megatron-core's specs, name of the kind in words)."""
 _SPARSE = "dsa_layer"
 """Name of sparse attention layers in megatron-core's specs; their symbol in a layer pattern is `D`."""
 

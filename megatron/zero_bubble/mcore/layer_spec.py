@@ -56,7 +56,7 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 
 
 class LocalNorm:
-    """A norm of torch, for settings that megatron-core's own wrapper of torch's norms refuses.
+    """A normalization layer of torch, for settings that megatron-core's own wrapper of torch's norms refuses.
 
     megatron-core's wrapper refuses weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence
     parallelism. Under sequence parallelism, each tensor-parallel rank normalizes its slice of the sequence, so the
@@ -80,8 +80,8 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
 def allow_local_latent_attention() -> None:
     """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core tests only whether its own module `transformer_engine` can be imported, which is also possible if
-    Transformer Engine is not installed.
+    Older versions of megatron-core, such as 0.16, test only whether megatron-core's own module `transformer_engine` can
+    be imported. This import succeeds even if Transformer Engine is not installed.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
@@ -111,7 +111,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of the spec `layer`, with the module `attention` and, if `config` requires it, with `LocalNorm`."""
+    """Return a copy of the spec `layer` that uses the module `attention`, and `LocalNorm` if `config` requires it."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention

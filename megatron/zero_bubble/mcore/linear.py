@@ -224,7 +224,7 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count the parameters of model chunks, wrapped or not, grouped by the operation that computes their gradients.
+    """Count the parameters of model chunks by the operation that computes the gradients; the chunks may be wrapped.
 
     Call `count_gradients` after `split_weight_gradients`.
     """
@@ -256,7 +256,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
 
 
 def _trained_parameters(chunks: Iterable[Any]) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
-    """Yield (name of the module, module, parameter) for every trained parameter once."""
+    """Yield one tuple (name of the module, module, parameter) for every trained parameter."""
     seen = set()
     for chunk in chunks:
         for name, module in chunk.named_modules():

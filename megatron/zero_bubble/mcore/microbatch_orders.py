@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from the chunks' data iterators; None stands for a chunk without data."""
+    """The microbatches of a step, read from the chunks' data iterators; a chunk without data has no iterator (None)."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
@@ -193,7 +193,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps planned since the last call; None if `decide` has not run."""
+        """Return the `OrderTimes` of the steps since the last call of `take_times`; None if `decide` has not run."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitModels:
-    """Builds the units of a model, and provides their data.
+    """Builds the units of a model, and provides the microbatches for the units' forwards.
 
     Attributes:
         build: function that makes a unit of the model for a pipeline of one rank. The unit puts its W into the
@@ -49,7 +49,7 @@ class UnitModels:
     state_bytes: Callable[[int, int], float]
 
     def step_arguments(self, chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, Any]:
-        """Return the forward-backward function's arguments for a step, with units of the model as stages."""
+        """Return the arguments of the forward-backward function for a step whose stages are units of the model."""
         config = get_model_config(chunks[0])
         parts = parallel_state.get_context_parallel_world_size()
         if config.sequence_parallel:

@@ -34,7 +34,7 @@ def tracked_sums() -> dict[str, torch.Tensor]:
     """Return a dictionary of megatron-core's sums for multi-token prediction; {} except on the last stage.
 
     In an iteration, megatron-core sums the losses of multi-token prediction over microbatches. From 0.19 on,
-    megatron-core also counts the correct predictions, and all predictions.
+    megatron-core also counts all predictions and the correct predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}

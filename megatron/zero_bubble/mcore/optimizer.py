@@ -57,7 +57,7 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
 
 
 def allocate_states(optimizer: MegatronOptimizer) -> None:
-    """Create, for every parameter without optimizer state, the state that the first step would create.
+    """Create the optimizer state that the first step would create, for every parameter that has no state.
 
     With allocated states, a checkpoint holds the same tensors before and after the first step. Without allocated
     states, a checkpoint from before the first step could not be loaded. With a loss scale, the first steps of a run are

@@ -1,6 +1,6 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
-With `p` pipeline ranks, megatron-core always makes chunk `c` of rank `r` the virtual stage `c * p + r`. In a V of `p`
+With `p` pipeline ranks, megatron-core always assigns virtual stage `c * p + r` to chunk `c` of rank `r`. In a V of `p`
 ranks, the stages of chunk 1 run from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were
 `p - 1 - r`. While chunk 1 is built, a `StagePosition` with the rank `p - 1 - r` takes the place of the pipeline's
 process group. `StagePosition` has only a rank and a size, because megatron-core reads nothing else of the process
@@ -46,7 +46,7 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """Return the process groups for building chunk `chunk` of `rank`, which may differ from the caller's rank."""
+    """Return the process groups with which a chunk of rank `rank` is built; `rank` need not be the caller's rank."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
     if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
@@ -207,7 +207,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
-    """Replace the layout in `config`, if `config` has a layout, by the layout of rank `rank` under `placement`."""
+    """If `config` has a layout, replace this layout by the layout of rank `rank` under `placement`."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

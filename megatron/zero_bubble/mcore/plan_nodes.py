@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Run the model's forward pre-hooks, and make a forward's schedule plan compute the results of the model's forward.
+    """Run the model's forward pre-hooks, and change `plan` so that it computes the same results as the model's forward.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.

@@ -57,7 +57,7 @@ class _Pending:
     squared_norms: list[torch.Tensor]
     """Squared gradient norms: one per optimizer, or a single one if all optimizers share a process group."""
     found_inf: list[torch.Tensor]
-    """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
+    """For each loss scale, a tensor of two flags: whether an Inf or NaN was found, and whether any rank has stepped."""
     reductions: list[Any]
     """The reductions of `squared_norms` and `found_inf` over all stages, which run in the background."""
     scales: list[dict[str, Any]]
@@ -75,8 +75,8 @@ class PostValidation:
         model_chunks: this rank's model chunks, wrapped in DDP.
 
     Attributes:
-        settled: function that is called with the outcome of every step, once the step is validated and, if it was
-            wrong, amended.
+        settled: function that is called with the outcome of every step after the validation and any amendment of the
+            step.
         check_norm: function that every validation calls with the norm of all gradients, or with None if an Inf or NaN
             was found; `check_norm` may raise an error, before a wrong step is amended.
     """
@@ -215,7 +215,7 @@ class PostValidation:
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
         """Tell whether this rank's gradients show that an optimizer step would be wrong.
 
-        With a distributed optimizer, the gradients on all ranks of the stage are tested for Inf and NaN.
+        With a distributed optimizer, the gradients on all ranks of the stage are checked.
         """
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
@@ -266,8 +266,8 @@ class PostValidation:
     def _gather(self) -> None:
         """With a distributed optimizer, gather the replicas' parameter shards again after a step was amended.
 
-        A forced `start_param_sync` only waits for a gather that is in flight, which may contain parameters of the wrong
-        step. Gathers in flight are therefore completed before new gathers start.
+        If a gather is in flight, a forced `start_param_sync` starts no new gather and only waits for this gather, which
+        may contain parameters of the wrong step. Gathers in flight are therefore completed before new gathers start.
         """
         if not self._optimizer.config.use_distributed_optimizer:
             return

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.zero_bubble.mcore.refused_settings import REFUSALS, Feature, Refusal
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output-logit-dtype"}
-"""Refused setting -> its flag, where the flag is not named after the setting."""
+"""Refused setting whose flag has another name than the setting -> name of the flag."""
 
 
 def flag_of_setting(name: str) -> str:
@@ -48,7 +48,10 @@ def works_with(settings: object, feature: Feature) -> bool:
 
 
 def unsupported(settings: object, feature: Feature | None = None) -> Iterator[tuple[str, Any, Refusal]]:
-    """Yield name, value and `Refusal` of each setting that `feature`, or by default every schedule, refuses."""
+    """Yield name, value and `Refusal` of each setting that `feature` refuses.
+
+    If `feature` is None, yield the settings that every schedule refuses.
+    """
     for row in REFUSALS:
         if feature in row.features or (feature is None and not row.features):
             for name in row.names.split():

@@ -1,4 +1,4 @@
-"""Lists the settings of Megatron that every zero-bubble schedule, or only a feature of this project, refuses."""
+"""Lists Megatron's settings that are refused, by every zero-bubble schedule or only by a feature of this project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Feature(Enum):
     VOCABULARY_SHARDS = "--zero-bubble-vocabulary-parallel on"
     PLANNED_RECOMPUTATION = "--zero-bubble-recompute planned"
     OFFLOAD = "--zero-bubble-offload auto"
-    LAYER_SEEDS = "--zero-bubble-seed-by-layer"
     V_PLACEMENT = "a V placement (zb-v, v-half, v-min)"
 
 
@@ -131,7 +130,11 @@ WITH_EVERY_SCHEDULE = (
         "the shared expert's own stream may overwrite memory that W still reads",
     ),
     Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
-    Refusal("moe_paged_stash", "it records the order of operations of megatron-core's own schedule"),
+    Refusal("inprocess_restart", "connections of the interrupted training would remain open"),
+    Refusal(
+        "ep_overlap_early_attn_memory_release moe_paged_stash",
+        "it needs the order of operations of megatron-core's own schedule",
+    ),
     Refusal("moe_enable_routing_replay", "it replays routes in the order of megatron-core's own schedule"),
     Refusal(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph",
@@ -225,21 +228,13 @@ WITH_FEATURES = (
         Refusal("fp8", "its scaling remembers forwards that run again", "use another --fp8-recipe", when=_DELAYED),
         Refusal("moe_expert_rank_capacity_factor", "it runs steps again, and so does post-validation", when=_GIVEN),
         Refusal("error_injection_rate", "it runs steps again, and so does post-validation"),
+        Refusal("rerun_mode", "it takes every step twice", "use disabled", when=_one_of("report_stats")),
     ),
     *_with(
         [Feature.POST_VALIDATION, Feature.HIERARCHICAL_SGD],
         Refusal(
             "optimizer_cpu_offload offload_optimizer_states chunked_optimizer_state_offload",
             "it keeps the optimizer's parameters and states on the host",
-        ),
-    ),
-    *_with(
-        [Feature.POST_VALIDATION, Feature.LAYER_SEEDS],
-        Refusal(
-            "rerun_mode",
-            "it runs every step twice, which would count as two steps",
-            "use validate_results or disabled",
-            when=_one_of("report_stats"),
         ),
     ),
     *_with(
@@ -260,6 +255,7 @@ WITH_FEATURES = (
             "use 1",
             when=_above(1, "above 1"),
         ),
+        Refusal("optimizer_cuda_graph", "its graph repeats the optimizer's step without the averaging of replicas"),
         Refusal("fp16", "every replica would have a loss scale of its own", "use --bf16"),
         Refusal(
             "calculate_per_token_loss", "the number of tokens is summed over replicas in every step", "leave it out"

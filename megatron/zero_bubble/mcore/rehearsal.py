@@ -62,7 +62,7 @@ class Contender:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether the model recomputes layers, as an R of the schedule or within the backward."""
+        """Whether layers are recomputed, either by an R of the schedule or within the backward."""
         return self.layout.recompute is Recompute.FULL or self.schedule.recomputes
 
 
@@ -185,7 +185,7 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Set the position in the pipeline of a model's `Float16Module`.
+    """Give the `Float16Module` of a model its position in the pipeline.
 
     `Float16Module` converts only the inputs of the first stage and the outputs of the last stage.
     """

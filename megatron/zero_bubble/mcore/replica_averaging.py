@@ -129,7 +129,7 @@ def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dis
 
 @torch.no_grad()
 def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
-    """Copy tied embeddings from the first stage to the last, because the averages of the two may differ in rounding."""
+    """Copy tied embeddings from the first to the last stage, because averages of the copies may differ in rounding."""
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied

@@ -52,7 +52,7 @@ class ForwardBackward:
 
     Args:
         connections: the channels between ranks; by default over torch.distributed, with a timeout of 10 minutes.
-        planning: options for profiling the run and planning again from measured costs; None keeps the plan.
+        planning: options for profiling the run and for planning again from the measured costs; None keeps the plan.
         report: function that is called on every rank with each decision of the planner during the run.
         post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
@@ -155,7 +155,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of steps with a planned microbatch order, since the last call of this method."""
+        """Return the `OrderTimes` of the steps since the last call of this method; None before any planned step."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:

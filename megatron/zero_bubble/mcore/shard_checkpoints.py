@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from megatron.zero_bubble.mcore.replaced import replaced
 
 FP32_COPIES = "fp32_from_fp16_params"
-"""megatron-core's name, in the state of an optimizer, for the fp32 copies of the parameters."""
+"""megatron-core's name for the fp32 copies of the parameters in the state of an optimizer."""
 
 
 def sharded_optimizer_state(
@@ -53,8 +53,8 @@ def _places_in_gathered_state(optimizer: MegatronOptimizer) -> Iterator[None]:
 
     megatron-core gathers the state of a buffer without the padding after each bucket. But up to version 0.19,
     megatron-core reads a parameter's state at the parameter's offset in the padded buffer. Later versions subtract the
-    padding of the buckets before the parameter's bucket; here every parameter is given bucket 0, so that nothing is
-    subtracted.
+    padding of the buckets before the parameter's bucket; this function gives every parameter bucket 0, so that later
+    versions subtract nothing.
     """
     with ExitStack() as places:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -74,7 +74,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunk's `sharded_state_dict`, with the rows of gated layers in the same places as without sharding."""
+    """Return the chunk's `sharded_state_dict`, with rows of gated layers at their positions in unsharded weights."""
     state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
     for name, parameter in chunk.named_parameters():
         part = state.get(name)
@@ -84,7 +84,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
-    """Return a copy of the factory `part` that saves a replica's rows of a gated weight or bias at the right places.
+    """Return a copy of the factory `part` that saves a replica's rows at their positions in the gated weight or bias.
 
     megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were the whole
     tensor of a tensor-parallel rank.
@@ -115,7 +115,7 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return the positions, in the unsharded weight of a gated layer, of the rows that FSDP2 gives to one replica.
+    """Return the positions of one replica's rows in the unsharded weight of a gated layer.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. FSDP2

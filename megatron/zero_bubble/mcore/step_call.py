@@ -124,7 +124,7 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
 
 
 def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = None) -> None:
-    """Raise `ValueError` if a model cannot run R, because it recomputes nothing, or recomputes only within B.
+    """Raise `ValueError` if a model cannot run R: the model recomputes nothing, or recomputes only within B.
 
     Args:
         model_class: the class of the model; None if the class is known to support recomputation.

@@ -102,7 +102,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
 
 
 def is_in_main_grad(parameter: Any) -> bool:
-    """Tell whether a kernel adds this weight's gradient to `main_grad` itself (`gradient_accumulation_fusion`)."""
+    """Tell whether a kernel adds this weight's gradient directly to `main_grad` (`gradient_accumulation_fusion`)."""
     return getattr(parameter, "grad_added_to_main_grad", False)
 
 

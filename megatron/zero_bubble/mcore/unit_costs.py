@@ -34,7 +34,7 @@ SECONDS = 2.0
 _MOST_PASSES = 15
 """Maximum number of timed passes through a unit of the model."""
 _GAP_PASSES = 2
-"""Number of passes through a unit of the model in which the time between operations is measured."""
+"""Number of passes through a unit of the model that measure the time between operations."""
 
 
 def measure_model(
@@ -66,7 +66,7 @@ def measure_model(
             experts, which a pair overlaps with computation.
 
     Returns:
-        The model's costs, and the duration of a pair divided by the duration of its F and B in sequence. Without
+        The model's costs, and the ratio of the duration of a pair to the duration of its F and B in sequence. Without
         `pairs`, the second value is None.
 
     Raises:

@@ -38,7 +38,7 @@ class MeasuredUnit(NamedTuple):
 
     costs: UnitCosts
     spread: float
-    """Maximum of the relative spread of an operation's durations, over all operations whose time is not negligible.
+    """Largest relative spread of the durations of one kind of operation; kinds with negligible durations do not count.
 
     The relative spread is half the interquartile range, divided by the median.
     """
@@ -61,7 +61,7 @@ def clear_losses() -> None:
 
 
 def _with_a_pair(placement: Placement, own: int) -> Schedule:
-    """Return a schedule of two microbatches; only rank `own` runs one F and one B as a pair, which is one operation."""
+    """Return a schedule of two microbatches in which only rank `own` runs an F and a B as one operation, a pair."""
     f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
     weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
     paired = (*f, Op(OpKind.PB, 0), b[1], *weights)

@@ -52,7 +52,7 @@ class _UnitKind(IntEnum):
 
 @contextmanager
 def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
-    """Inside the `with` block, which builds one model, let each unit of the model draw its weights from its own seed.
+    """Let each unit of a model draw its weights from its own seed; the `with` block builds one model.
 
     Args:
         first_layer: number of layers in the stages before the built model, if the built model numbers its own layers
@@ -192,7 +192,7 @@ def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
 
 
 def _generator_states(seed: int) -> dict[str, torch.Tensor]:
-    """Return, by name, the states that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
+    """Return a dict of the states that `model_parallel_cuda_manual_seed(seed)` gives this rank's random generators."""
     seeds = {
         _DEFAULT: seed,
         random.get_data_parallel_rng_tracker_name(): seed,

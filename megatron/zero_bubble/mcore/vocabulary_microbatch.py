@@ -29,8 +29,8 @@ class Microbatch:
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
     looked_up: torch.Tensor | None = None
-    """Embeddings that this shard looked up, [batch, sequence, hidden]. On the first stage's rank, the collective
-    `OpKind.EMBEDDED` replaces the embeddings by the sum of all pipeline ranks' embeddings."""
+    """Embeddings that were looked up in this shard, [batch, sequence, hidden]. On the first stage's rank, the
+    collective `OpKind.EMBEDDED` replaces the embeddings by the sum of all pipeline ranks' embeddings."""
     embedding_gradient: torch.Tensor | None = None
     """Gradient with respect to the embedded tokens of the first stage, [batch, sequence, hidden]."""
     hidden: torch.Tensor | None = None

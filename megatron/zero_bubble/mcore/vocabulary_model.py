@@ -166,7 +166,8 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
     Args:
         chunks: all model chunks of this rank.
-        placement: by default megatron-core's placement, which is linear, or interleaved if a rank has several chunks.
+        placement: the placement of the stages. The default is megatron-core's placement: interleaved if a rank has
+            several chunks, otherwise linear.
 
     Raises:
         ValueError: the model cannot be sharded; raised on all ranks of the pipeline.

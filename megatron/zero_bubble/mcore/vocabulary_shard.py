@@ -74,10 +74,11 @@ class ShardSoftmax:
     """The softmax of n tokens on one shard. `difference`, `product` and `label_weights` are None in an evaluation.
 
     Attributes:
-        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`. rows: [n], the
-        label's row in this shard; arbitrary if another shard has the label. is_own: [n], whether the label is in this
-        shard. difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights. product:
-        [n, hidden], the product of `difference` and the weights; None once the input gradient is computed.
+        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`.
+        rows: [n], the label's row in this shard; arbitrary if another shard has the label.
+        is_own: [n], whether the label is in this shard.
+        difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights.
+        product: [n, hidden], the product of `difference` and the weights; None once the input gradient is computed.
         label_weights: [n, hidden], the row of weights of each label, zeros if another shard has the label; None when
             `product` is None.
         scale: the factor of D_d in `difference`.
@@ -193,11 +194,11 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
 
 
 class ShardWeight(torch.nn.Module):
-    """A parameter that holds the rows of one vocabulary shard.
+    """A module whose only parameter contains the rows of one vocabulary shard.
 
     Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks. The gradient is added up in `main_grad`
-    if DDP has created a `main_grad`, else in `weight.grad`. Once the gradients of all microbatches are added, DDP's own
-    hook is called, in the same way as W calls DDP's hook (see `weight_grad.py`).
+    if DDP has created a `main_grad`, else in `weight.grad`. Once the gradients of all microbatches are added,
+    `complete` calls DDP's hook, as W does (see `weight_grad.py`).
 
     Args:
         values: [rows, hidden], the weights, which are copied.

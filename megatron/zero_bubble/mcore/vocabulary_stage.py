@@ -47,7 +47,7 @@ class VocabularyStep:
         self.restart()
 
     def rehearsal(self, num_microbatches: int) -> VocabularyStep:
-        """Return a `VocabularyStep` for the warm-up; its collectives make up tensors and do not communicate."""
+        """Return a `VocabularyStep` for the warm-up; its collectives yield made-up tensors and do not communicate."""
         run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 

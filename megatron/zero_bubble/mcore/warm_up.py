@@ -1,4 +1,4 @@
-"""Runs F, B and W of every stage once before the first step, because first uses of kernels could make a step hang.
+"""Runs F, B and W of every stage once before the first step, because the first use of a kernel could make a step hang.
 
 On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait until the
 device has finished all work. In a step, the device's work includes receives that are posted in advance; such a receive
@@ -8,6 +8,8 @@ Before the first step, no receives are posted, so that nothing can hang. The war
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
@@ -57,11 +60,12 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
         if stage.rank != stage.placement.rank_of(0):
             rehearsal.exchange(Op(OpKind.TOKENS, 0))
         rehearsal.run_on_shard(Op(OpKind.E, 0))
-    for chunk in range(len(chunks)):
-        _compute_microbatch(rehearsal, store, chunk)
-    if shard is not None:
-        _compute_output(rehearsal)
-        shard.forget_gradients()
+    with _results_unchecked():
+        for chunk in range(len(chunks)):
+            _compute_microbatch(rehearsal, store, chunk)
+        if shard is not None:
+            _compute_output(rehearsal)
+            shard.forget_gradients()
     rehearsal.finish()
     for parameter, gradient in gradients:
         parameter.grad = gradient
@@ -73,6 +77,17 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
         iterator.rewind()
     forget_losses()
     clear_aux_losses_tracker()
+
+
+@contextmanager
+def _results_unchecked() -> Iterator[None]:
+    """Hide losses from Megatron-LM's checks, which would count the warm-up's loss as the first loss of the step."""
+    machine = get_rerun_state_machine()
+    machine.validate_result = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del machine.validate_result  # the method of the class again
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:

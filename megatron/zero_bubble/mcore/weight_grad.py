@@ -1,8 +1,8 @@
 """Computes W, the deferred weight gradients, for megatron-core's linear layers and hands these gradients to DDP.
 
-W ends by calling a hook of megatron-core's DDP, which adds `param.grad` to `main_grad` and starts the reduction of a
-bucket once the bucket is complete. DDP's hook adds the gradients of a weight in the same order as without deferral. If
-the config of DDP sets `delay_wgrad_compute`, DDP passes its hook to every module that has the method
+At its end, W calls a hook of megatron-core's DDP. The hook adds `param.grad` to `main_grad`, and starts the reduction
+of a bucket once the bucket is complete. DDP's hook adds the gradients of a weight in the same order as without
+deferral. If the config of DDP sets `delay_wgrad_compute`, DDP passes its hook to every module that has the method
 `register_wgrad_accumulation_and_reduce_hooks`.
 """
 
@@ -94,7 +94,7 @@ class MicrobatchSum:
 
 @dataclass(eq=False)
 class DeferredWeightGrad:
-    """W of one call of a layer in the forward of one microbatch.
+    """The W that belongs to one call of a layer in a microbatch's forward.
 
     With sequence parallelism, W gathers the whole input again over `gather_group`, while the previous W computes. The
     forward keeps only this rank's slice of the input, and megatron-core's buffer for the gathered input is overwritten

@@ -1,4 +1,4 @@
-"""Divides a model's layers among stages so that the load of the most heavily loaded stage is minimal.
+"""Divides a model's layers among stages so that the largest load of a stage is minimal.
 
 The weight of a layer is a number that measures the layer's load, for example the computing time of the layer. The load
 of a stage is the sum of the weights of the stage's layers.
@@ -23,7 +23,7 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """`smallest[n]` is the largest sum of a part, minimized over all partitions of the first n layers.
+    """`smallest[n]` is the smallest limit on the sum of each part that a partition of the first n layers can satisfy.
 
     After k passes of the loop below, `smallest` describes partitions into k + 1 parts.
     """

@@ -30,7 +30,10 @@ class ForwardState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore random states, buffers and weights; a replaced buffer becomes the earlier tensor object again."""
+        """Restore random states, buffers and weights.
+
+        If a forward has replaced the tensor of a buffer, the module gets the original tensor object back.
+        """
         torch.set_rng_state(self._random_state)
         if self._device_state is not None:
             torch.cuda.set_rng_state(self._device_state, self._device)

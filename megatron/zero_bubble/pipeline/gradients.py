@@ -51,7 +51,7 @@ class TiedLayer:
                     parameter.copy_(value)
 
     def _copies(self) -> list[dict[int, torch.nn.Parameter]]:
-        """Return for each parameter of the tied layer a dict: stage of this rank -> the stage's copy of the parameter.
+        """Return one dict for each parameter of the tied layer: stage of this rank -> the stage's copy.
 
         Each call reads the parameters from the modules, because `load_state_dict(..., assign=True)` replaces
         parameters.
@@ -60,7 +60,7 @@ class TiedLayer:
         return [dict(zip(self._modules, copies, strict=True)) for copies in parameters]
 
     def parameters_beyond_first(self) -> set[torch.nn.Parameter]:
-        """Return this rank's parameters that are copies of parameters on an earlier stage."""
+        """Return this rank's parameters that are copies of parameters on the layer's first stage."""
         first = self._stages[0]
         return {parameter for copies in self._copies() for stage, parameter in copies.items() if stage != first}
 
@@ -92,7 +92,7 @@ class TiedLayer:
         self._before = {}
 
     def _has_gradient(self, every: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
-        """Return for each parameter of the tied layer whether any copy of it has a gradient; a collective call."""
+        """Return one flag for each parameter of the tied layer: whether any copy has a gradient; a collective call."""
         own = [any(parameter.grad is not None for parameter in copies.values()) for copies in every]
         if self._collectives is None or not own:
             return own
@@ -181,7 +181,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Group tensors by device and data type as in `torch.nn.utils.get_total_norm`; return each group's indices."""
+    """Group tensors by device and data type as in `torch.nn.utils.get_total_norm`; return the indices of each group."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 

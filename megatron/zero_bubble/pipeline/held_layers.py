@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""Name of a module class -> number of parameters of the class whose gradients are computed in B and not in W."""
+"""Name of a module class -> number of the modules' parameters whose gradients are computed in B and not in W."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Summary:
 
     layout: StageLayout
     unsplit: Unsplit
-    """Module class -> number of parameters, summed over all ranks, whose gradients are computed in B."""
+    """Name of a module class -> number of parameters on all ranks whose gradients are computed in B."""
     num_parameters: int
     """The number of parameters of all ranks together."""
 

@@ -4,9 +4,9 @@ A rank takes the optimizer's step as soon as the rank's own gradients are comple
 training step, the rank sends the norms of its gradients to all ranks in the background. Before the first backward of
 the next training step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes
 the optimizer's step, clips the gradients, takes the optimizer's step again, and repeats the forwards of the next
-training step. Parameters, losses and gradient norms are bitwise equal to those of training whose optimizer steps wait
-for the norm of all gradients. If the gradients of many recent steps had to be clipped, the next optimizer step waits
-for the norm of all gradients (see `RecentSteps`).
+training step. Parameters, losses and gradient norms are bitwise the same as if every optimizer step waited for the norm
+of all gradients. If the gradients of many recent steps had to be clipped, the next optimizer step waits for the norm of
+all gradients (see `RecentSteps`).
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class LateSteps:
 
         Raises:
             ValueError: on all ranks, if a forward or an optimizer's step has failed, or if an optimizer's step cannot
-                be repeated because the user has changed gradients. Before a rank raises `ValueError`, the rank undoes
-                the optimizer's step that it has taken before the call of `validate`, if any.
+                be repeated because the user has changed gradients. A rank that has taken the optimizer's step before
+                the call of `validate` undoes this step before the error is raised.
         """
         if self._pending is None:
             return False

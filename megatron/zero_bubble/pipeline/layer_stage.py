@@ -75,7 +75,7 @@ class LayerStage:
         self.forget_forwards()
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Reorder the step's microbatches: place k of the schedule runs microbatch `places[k]` of the data."""
+        """Reorder the step's microbatches: microbatch k of the schedule is microbatch `places[k]` of the data."""
         self._places = places
         if self.microbatches.targets:
             self.microbatches = Microbatches(*([values[n] for n in places] for values in self.microbatches))

@@ -26,7 +26,7 @@ Constant = None | bool | int | float | str
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """Everything that a receiver must know about a message before the message arrives."""
+    """The properties of a message that a receiver must know before the message arrives."""
 
     template: Any
     """The output of a layer, with each tensor replaced by its spec."""
@@ -166,7 +166,7 @@ class StageMessage:
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
-        """Return a gradient, taken from `gradients`, for each tensor that needs one, and None for each other tensor."""
+        """Return the gradients of all tensors of this message, with None for each tensor that needs no gradient."""
         given = iter(gradients.tensors)
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 

@@ -29,17 +29,17 @@ class PipelineOptions:
         partition: how layers are assigned to stages. "uniform" balances the number of layers of each stage.
             "parameters" balances the number of parameters of each stage. "type:REGEX" balances the number of layers
             whose class name matches the regular expression REGEX. "profile" balances the measured times of the layers.
-            A list as `partition` contains the index of the first layer of every stage except stage 0.
+            If `partition` is a list, the list contains the index of the first layer of every stage except stage 0.
         example: a pair (inputs, targets) of one microbatch, with which `partition="profile"` measures the layers.
         num_chunks: number of stages per rank; by default, the named schedule determines the number.
-        memory_limit: limit for the activation memory of each rank: one number for all ranks, or a list with a number
-            for each rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
+        memory_limit: limit for the activation memory of each rank, as one number for all ranks or as a list with one
+            number per rank. The unit of `memory_limit` is the memory of one microbatch's activations on all stages of a
             rank. By default, the named schedule determines the memory limit.
-        offload: bandwidth, in each direction, of the link between a rank's device and its host: the number of
-            microbatches whose activations the link copies in the time of one forward. If `offload` is a number, a
-            planned schedule copies activations to the host and back where the copies make the schedule faster under
-            `memory_limit`. With `offload`, microbatches keep the order of the data. If `offload` is None, no
-            activations are copied to the host.
+        offload: bandwidth of the link between a rank's device and its host, in each direction. The bandwidth is given
+            as the number of microbatches whose activations the link copies in the time of one forward. If `offload` is
+            a number, a planned schedule copies activations to the host and back where the copies make the schedule
+            faster under `memory_limit`. With `offload`, microbatches keep the order of the data. If `offload` is None,
+            no activations are copied to the host.
         checkpoint: whether all layers drop their activations in F and repeat their forward in R. The argument
             `checkpoint` of a `LayerSpec` selects recomputation for a single layer.
         split_layers: classes of layers, in addition to `weight_split.SPLIT_LAYERS`, whose backward is split into B and
@@ -157,7 +157,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 Words = dict[str, str | list[str]]
-"""Argument of `Pipeline` -> text of the argument's value, or for `layers` a list with one text per layer."""
+"""Name of an argument of `Pipeline` -> text that describes the value; for `layers`, a list with one text per layer."""
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 
 
 class PartialModel(nn.Module):
-    """A module that holds this rank's layers, with the names that a `torch.nn.Sequential` of all layers gives them."""
+    """A module that holds this rank's layers under their names in a `torch.nn.Sequential` of all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,10 @@ class PartialModel(nn.Module):
         self._placeholder = (("placeholder", nn.Parameter(torch.empty(0))),)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; if the rank has none, yield an empty parameter, because optimizers need one."""
+        """Yield the names and parameters of this rank's layers.
+
+        If the layers have no parameters, yield one empty parameter, because an optimizer needs at least one parameter.
+        """
         yield from tuple(super().named_parameters(*arguments, **options)) or self._placeholder
 
     def own_named_parameters(self) -> dict[str, nn.Parameter]:
@@ -37,7 +40,7 @@ class PartialModel(nn.Module):
         return list(self.own_named_parameters().values())
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[LayerNorm]:
-        """Return the norms of this rank's gradients, except gradients of parameters with a copy on an earlier stage."""
+        """Return the norms of this rank's gradients; parameters with a copy on an earlier stage are left out."""
         copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first()}
         own = self.own_named_parameters().items()
         return own_norms([(layer_of(name), each) for name, each in own if each not in copies], norm_type)

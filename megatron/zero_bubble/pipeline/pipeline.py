@@ -53,14 +53,14 @@ class Pipeline(PartialModel):
 
     Args:
         layers: list of modules, functions, `LayerSpec`s and `TiedLayerSpec`s, the same on all ranks.
-        loss_fn: function that returns a tensor with one number, the loss, from the last layer's output and the targets
-            of a microbatch.
+        loss_fn: function that returns the loss of a microbatch, as a tensor with one number, given the last layer's
+            output and the targets.
         schedule: a `Schedule`, or the name of a schedule (see `megatron.zero_bubble.planner.names()`).
         num_microbatches: number of microbatches in a step.
         options: settings of the partition, memory limit, recomputation, shapes and post-validation.
         group: process group of the pipeline's ranks, by default all ranks of the job.
-        replicas: process group of the ranks that hold the same stages as this rank, one rank of each replica of the
-            pipeline. Gradients are averaged over the group `replicas`.
+        replicas: process group of the ranks that hold the same stages as this rank, with one rank of each replica of
+            the pipeline. Gradients are averaged over the group `replicas`.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. For another device or
             timeout, pass the result of `connect_ranks(group, device, timeout)`.
 
@@ -131,12 +131,13 @@ class Pipeline(PartialModel):
     def train_step(
         self, batch: Any, optimizer: torch.optim.Optimizer, max_norm: float = math.inf
     ) -> TrainingOutcome | None:
-        """Run `train_batch`, clip gradients, take the optimizer's step, drop gradients; return loss and gradient norm.
+        """Run `train_batch`, clip gradients, run the optimizer and drop gradients; return the loss and the gradient
+        norm.
 
-        With post-validation, `train_step` does not wait for other ranks' gradient norms of the same step, and returns
-        the outcome of the previous training step; None in the first training step and after a call of `settle`. If a
-        training step with post-validation fails, the next call of `train_step` raises `ValueError`, and the pipeline
-        cannot be used any more.
+        With post-validation, `train_step` does not wait for the gradient norms of other ranks. It returns the outcome
+        of the previous training step, or None in the first training step and after a call of `settle`. If a training
+        step with post-validation fails, the next call of `train_step` raises `ValueError`, and the pipeline cannot be
+        used any more.
 
         Raises:
             ValueError: on all ranks of the pipeline, if the batch is invalid, the forward of a layer fails, or the
@@ -171,7 +172,7 @@ class Pipeline(PartialModel):
             self._late.validate()
 
     def stage_times(self, batch: Any = None) -> list[LayerTimes]:
-        """Run `train_batch`; return on every rank, for each stage, the median times of F, B and W of a microbatch."""
+        """Run `train_batch`; every rank returns the median times of a microbatch's F, B and W on each stage."""
         recorder = OpRecorder(device_clock(self.device))
         self._train(batch, recorder)
         own = stage_times(recorder.take(), self.schedule.placement, self._rank)
@@ -233,7 +234,7 @@ class Pipeline(PartialModel):
         return total
 
     def summary(self) -> str:
-        """Return a text about the partition of layers and the module classes whose weight gradients B computes."""
+        """Return a text with the layers of every stage, and the module classes whose weight gradients B computes."""
         return self._summary.text()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses parameters and buffers that layers on several stages share, because each stage would change its own copy."""
+"""Refuses parameters and buffers shared by layers on several stages, because each stage would change its own copy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers; non-persistent buffers are left out as constants."""
+    """Yield a module's parameters and persistent buffers; non-persistent buffers count as constants."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter
@@ -97,7 +97,7 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
 def _untied_state(module: nn.Module) -> str | None:
     """Return the name of a property that rules out copies of a module on several stages; None if there is none.
 
-    With `max_norm`, a lookup in one copy scales weights of this copy only, so that the copies would differ. A
+    With `max_norm`, a lookup in one copy scales only the weights of that copy, so that the copies would differ. A
     `TiedLayer` does not sum sparse gradients.
     """
     if any(kind == "buffer" for kind, _ in _state_of(module)):

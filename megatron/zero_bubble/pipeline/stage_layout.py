@@ -40,7 +40,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A request for a `StageLayout`; a field with the name of an argument of `Pipeline` has that argument's meaning."""
+    """A request for a `StageLayout`; a field named like an argument of `Pipeline` has the meaning of that argument."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]

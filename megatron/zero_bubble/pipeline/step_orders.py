@@ -38,7 +38,7 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level`: without a memory limit in bytes, the `StepDecision.level` of every pipeline is 0."""
+        """Return `level`, which is 0 in every pipeline, because steps of a `Pipeline` have no memory limit in bytes."""
         return level
 
 

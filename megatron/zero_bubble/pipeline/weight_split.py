@@ -68,7 +68,7 @@ class DefersWeightGradients(Protocol):
 def split_modules(
     modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
 ) -> list[nn.Parameter]:
-    """Split the backward of layers inside `modules`, the modules of one stage, into B and W.
+    """Split the backward of the layers inside one stage's `modules` into B and W.
 
     While `store.is_deferring` is true, B puts the computation of W into `store`. A layer that shares a parameter with
     another layer is not split, because B has to add up the parameter's gradients from both layers. A layer whose
@@ -270,7 +270,7 @@ def _is_checkpointed_by_torch() -> bool:
 
 
 def _run_weight_backward(calls: list[tuple[GradientEdge, torch.Tensor]], parameters: Sequence[nn.Parameter]) -> None:
-    """Compute a layer's weight gradients for `calls`, pairs (graph edge, output gradient) of all calls in a forward."""
+    """Compute a layer's weight gradients; `calls` has a pair (graph edge, output gradient) for each forward call."""
     edges, grads = zip(*calls, strict=True)
     calls.clear()
     run_backward(edges, grads, parameters, accumulates=True)

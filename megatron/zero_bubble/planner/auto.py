@@ -24,8 +24,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -> Schedule:
     """Plan a fast schedule for the costs of a request, within the memory limits of the ranks.
 
-    On linear and interleaved placements the plan is never slower than a schedule with a published order, such as 1F1B
-    or ZB-H1, that has the same placement and fits in memory, unless vocabulary shards are planned with zero effort.
+    On linear and interleaved placements, the plan is at least as fast as every schedule with a published order, such as
+    1F1B or ZB-H1, that has the same placement and fits in memory. The exception is a plan with vocabulary shards and
+    zero effort.
 
     Args:
         own_limits: function that computes the memory limits of the ranks for a request without memory limits.

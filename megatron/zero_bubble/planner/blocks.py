@@ -2,8 +2,7 @@
 
 A building block is the path of one microbatch through the ranks in four legs: the F of chunk 0 from the first rank to
 the last, the F of chunk 1 back to the first rank, the B of chunk 1 to the last rank, and the B of chunk 0 back to the
-first rank. The longer a leg takes from the start of its operation on one rank to the start on the next rank, the longer
-activations stay in memory.
+first rank. The more time a leg takes from one rank to the next, the longer activations stay in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Values to try for the time of a chunk's leg from first to last rank, as a fraction of the time of its two legs."""
+"""Fractions to try: the time of a chunk's leg from the first rank to the last, divided by the time of both its legs."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06

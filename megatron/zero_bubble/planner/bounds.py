@@ -25,11 +25,12 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Longest path from a rank's first F through later stages to its last W. For m microbatches, p equal stages
-    and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    """Longest path from the first F of a rank through later stages to the last W of the same rank. For m microbatches,
+    p equal stages and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
+    2401.10241)."""
     memory: float
-    """The larger of two bounds under the memory limit: `dependency` plus idle time that the limit forces on a rank,
-    and the integral of the memory of all microbatches over time, divided by the limit."""
+    """The larger of two bounds under the memory limit. The first is `dependency`, computed with the idle time that the
+    limit causes. The second is the integral of the memory of all microbatches over time, divided by the limit."""
 
     @property
     def span(self) -> float:
@@ -133,7 +134,10 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that full recomputation of a microbatch adds to a rank: R or, without R, idle time from F to B."""
+        """Least time that full recomputation of a microbatch adds to a rank; zero without full recomputation.
+
+        A rank either runs an R, or runs B directly after F and is idle in between.
+        """
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 

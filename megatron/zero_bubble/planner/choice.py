@@ -44,7 +44,17 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
         time = min(plan.time, usual_time) if plan.layout == usual else plan.time
         return time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
 
+    def gains(plan: Plan) -> bool:
+        """Whether the plan is clearly faster than the layout `usual` and, with shards, than plans without shards."""
+        has_shards, usual_shards = plan.layout.vocabulary_parallel, usual is not None and usual.vocabulary_parallel
+        over_usual = SHARDING_GAIN if has_shards and not usual_shards else SIMPLER
+        return plan.time * over_usual < time_of_usual and (not has_shards or plan.time * SHARDING_GAIN < without_shards)
+
+    time_of_usual = min((min(plan.time, usual_time) for plan in ordered if plan.layout == usual), default=inf)
+    without_shards = min((plan.time for plan in ordered if not plan.layout.vocabulary_parallel), default=inf)
     close = [plan for plan in ordered if is_close(plan)]
+    if not any(plan.layout == usual for plan in close):
+        close = [plan for plan in close if gains(plan)] or close
     chosen = min(close, key=lambda plan: (plan.layout != usual, plan.layout.complexity))
     others = {plan.layout.combination: plan for plan in reversed(ordered)}
     others.pop(chosen.layout.combination)
@@ -54,8 +64,9 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     """The best plan of each `Layout.combination` (layout without partition), and the plan of the layout `usual`.
 
-    The best plan of a combination has the most even partition among the plans that take at most `ALIKE` times as long
-    as the combination's fastest plan. The factor `ALIKE` keeps small errors of measured costs from changing the choice.
+    The plans of a combination are compared with the combination's fastest plan. Among the plans that take at most
+    `ALIKE` times as long, the plan with the most even partition is the best. The factor `ALIKE` keeps small errors of
+    measured costs from changing the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

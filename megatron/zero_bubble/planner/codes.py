@@ -54,7 +54,7 @@ class Codes(NamedTuple):
     def links(
         self, rank_of: Sequence[int], message: Sequence[float], collective: float | None
     ) -> tuple[tuple[int, int, float], ...]:
-        """Tuples (code, code of an operation that needs the result, latency) for all dependencies within a microbatch.
+        """Tuples (code, code of an operation that needs the result, latency), one for each dependency of a microbatch.
 
         The dependencies of W and R are left out, because W and R need only a result of their own stage. The embedding
         of the first rank depends on no operation.

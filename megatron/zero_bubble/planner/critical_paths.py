@@ -48,9 +48,9 @@ class OrderGraph:
         self.end = [0.0] * len(self.duration)
         """Operation -> time at which its result is ready."""
         self.tail = [0.0] * len(self.duration)
-        """Operation -> length of the longest path from its start to the end of a rank, plus `final` of this rank."""
+        """Operation -> length of the longest path from its start to the end of a rank, including the rank's `final`."""
         self.final = [0.0] * len(orders)
-        """Rank -> minus the start of its span or, if plans are compared by makespan, minus `Problem.first_start`."""
+        """Rank -> negated start of its span or, if plans are compared by makespan, negated `Problem.first_start`."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
@@ -113,8 +113,8 @@ class OrderGraph:
     def _span_start(self, lane: Sequence[int]) -> float:
         """Time at which a rank's span starts.
 
-        If a rank first runs embeddings of total duration t, its span starts t before the start of its first operation
-        other than an embedding.
+        If a rank first runs embeddings, only the durations of these embeddings count: their sum is subtracted from the
+        start of the first other operation.
         """
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
@@ -194,7 +194,7 @@ class OrderGraph:
             rank, position = self.rank_of[source], self.position[source]
 
     def longest_through(self, rank: int, first: int, end: int, part: Sequence[int]) -> float:
-        """Estimate the cost of a changed order: the length of the longest path through the changed operations, `part`.
+        """Estimate the cost of a changed order: the length of the longest path through the operations in `part`.
 
         The estimate uses the start times and the critical paths of the current orders.
 
@@ -236,7 +236,7 @@ Neighbours = tuple[tuple[tuple[int, float], ...], ...]
 def _dependencies(
     links: tuple[tuple[int, int, float], ...], num_codes: int, num_microbatches: int
 ) -> tuple[Neighbours, Neighbours]:
-    """For each operation, the operations whose results it needs, and the operations that need its result."""
+    """Two mappings (see `Neighbours`): operation -> sources of its inputs, and operation -> users of its result."""
     needs: list[list[tuple[int, float]]] = [[] for _ in range(num_codes * num_microbatches)]
     users: list[list[tuple[int, float]]] = [[] for _ in needs]
     for source, target, latency in links:

@@ -54,7 +54,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, including every R that has become known (see `Problem.work`)."""
+        """Rank -> total time of its operations, including every R that is known to be needed (see `Problem.work`)."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -82,7 +82,8 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of loss and shard operations with known arrivals that neither ran nor entered `weights`."""
+        """Rank -> number of loss and shard operations with known arrival times that neither ran nor entered
+        `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -187,7 +188,7 @@ class EventLoop(ABC):
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding that fits in memory, or a W that frees memory for one; else -1."""
+        """Return a ready loss, softmax or embedding that fits in memory, or a W that frees memory for it, or -1."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]
@@ -220,7 +221,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """Earliest start time of the next operation with code `code`; inf while the arrival of an input is unknown."""
+        """Earliest start time of the next operation with code `code`; inf while an input's arrival time is unknown."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 

@@ -20,7 +20,7 @@ _QUARTILE = NormalDist().inv_cdf(0.75)
 
 
 def expected_time(request: PlanRequest, timeline: Timeline) -> float:
-    """The expected time of a step if durations vary as `spread` and `time_between` of the request describe."""
+    """The expected time of a step, computed with the fields `spread` and `time_between` of the request."""
     return slowdown(timeline, request.spread, request.time_between) * request.time_of(timeline)
 
 
@@ -31,7 +31,7 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
 
     Args:
         timeline: a simulation in which all operations of one kind and stage take the same time.
-        spread: half the interquartile range of a duration, divided by its median.
+        spread: half the interquartile range of an operation's duration, divided by the median.
         time_between: time that passes between two successive operations of a rank, in the unit of the costs; zero in
             the simulation with fixed durations.
 

@@ -86,7 +86,7 @@ class InOrder(EventLoop):
         return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether F `code` keeps activations that fit in memory; true for the last stage's F if B directly follows."""
+        """Whether F `code` keeps activations that fit in memory; true on the last stage if B directly follows."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True

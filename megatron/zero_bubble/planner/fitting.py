@@ -51,7 +51,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """The F, as numbered in `OrderGraph`, whose activations a rank drops to fit in memory; None if no choice fits."""
+    """Numbers (see `OrderGraph`) of the F whose activations a rank drops to fit in memory; None if no choice fits."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]

@@ -19,7 +19,7 @@ class Footprint:
     dropped: float
     """Memory of a microbatch from the start of its F to the start of its R (recomputation)."""
     whole: float
-    """Memory of a microbatch from the start of its F, or of its R (recomputation) if any, to the end of its B."""
+    """Memory of a microbatch from the start of its R (recomputation), or of its F without R, to the end of its B."""
     after_b: float
     """Memory of a microbatch from the end of its B to the end of its W."""
     after_w: float

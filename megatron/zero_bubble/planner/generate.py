@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from megatron.zero_bubble.planner.fused_backwards import with_fused_backwards
+from megatron.zero_bubble.planner.memory_limit import memory_left
 from megatron.zero_bubble.planner.offloading import offloaded
 from megatron.zero_bubble.planner.paired import with_pairs
 from megatron.zero_bubble.planner.periodic import extended, fewer_microbatches
@@ -19,7 +20,7 @@ from megatron.zero_bubble.planner.request import Limits, PlanRequest
 from megatron.zero_bubble.planner.restoring import groupings
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import PlacementKind, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -67,7 +68,7 @@ def request_for(
 
 
 def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
-    """Make the schedule `name` from the arguments of `request_for`; raises the same errors as `schedule_of`."""
+    """Make the schedule `name` from the arguments of `request_for`; raise the same errors as `schedule_of`."""
     return schedule_of(request_for(name, num_ranks, num_microbatches, **options))
 
 
@@ -171,8 +172,8 @@ def _in_one_group(request: PlanRequest) -> Schedule:
     pairs = request.pairs and entry.plans_all_kinds and costs.has_all_to_all
     gets_recomputed = request.recompute is Recompute.FULL and not entry.uses_costs
 
-    def search(num_microbatches: int, costs: StageCosts) -> Schedule:
-        smaller = replace(request, num_microbatches=num_microbatches, costs=costs)
+    def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:
+        smaller = replace(request.within(limits), num_microbatches=num_microbatches, costs=costs)
         schedule = entry.function(smaller if entry.takes_limit else smaller.within(None))
         if pairs:
             schedule = with_pairs(entry.name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
@@ -181,10 +182,19 @@ def _in_one_group(request: PlanRequest) -> Schedule:
     def make(costs: StageCosts) -> Schedule:
         m, overlap = request.num_microbatches, request.overlap_communication
         for fewer in fewer_microbatches(request.placement, m) if entry.uses_costs and not pairs else ():
-            schedule = extended(search(fewer, costs), m, costs, limits, overlap_communication=overlap)
-            if schedule is not None:
-                return schedule
-        return search(m, costs)
+            with suppress(Infeasible):
+                few = search(fewer, costs, without_leftovers(m - fewer))
+                schedule = extended(few, m, costs, limits, overlap_communication=overlap)
+                if schedule is not None:
+                    return schedule
+        return search(m, costs, limits)
+
+    def without_leftovers(more: int) -> Limits | None:
+        """The limits less the memory that `more` microbatches leave allocated until the end of the step."""
+        if limits is None:
+            return None
+        left = (memory_left(costs, request.placement.stages_of(rank)) for rank in range(request.num_ranks))
+        return tuple(max(SMALLEST, limit - more * each) for limit, each in zip(limits, left, strict=True))
 
     if request.vocabulary_parallel and not entry.plans_all_kinds:
         schedule = with_best_delay(make(costs.with_vocabulary_in_weight_gradients()), costs, limits)

@@ -15,7 +15,11 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Sizes of as many groups as possible with at least `size` microbatches each, divided as evenly as possible."""
+    """Divide microbatches into groups of nearly equal size; return the sizes of the groups.
+
+    Every group has at least `size` microbatches, unless there are fewer than `size` microbatches in total. The number
+    of groups is as large as possible.
+    """
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -138,9 +142,9 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether `f` fits in memory beside all F that the oldest unfinished microbatch still has to run on the rank.
+        """Whether the F `f` and all remaining F of the rank's oldest unfinished microbatch fit in memory together.
 
-        Memory for all F of the oldest unfinished microbatch is reserved, so that later microbatches do not take the
+        Memory for all F of the oldest unfinished microbatch is reserved, so that later microbatches cannot use this
         memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:

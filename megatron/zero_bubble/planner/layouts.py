@@ -62,11 +62,11 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
     """Search for the best layout of a model, and plan its schedule.
 
-    First, the search plans combinations of placement, recomputation and vocabulary parallelism with little effort, in
-    the order of their lower bounds, until the lower bounds of all other combinations exceed the best plan's time.
-    Numbers of chunks per rank above four are tried in rising order until the plan gets no faster. Second, single layers
-    of the best layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned in
-    rounds, each with more effort than the previous round.
+    First, the search plans combinations of placement and vocabulary parallelism with little effort, in the order of
+    their lower bounds, until the lower bounds of all other combinations exceed the best plan's time. Numbers of chunks
+    per rank above four are tried in rising order until the plan gets no faster. Recomputation is tried in combinations
+    that more memory would speed up. Second, single layers of the best layouts are moved to other stages while the plan
+    gets faster. Third, the best layouts are planned in rounds, each with more effort than the previous round.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
@@ -129,11 +129,10 @@ class _Search:
         return min((self.plans[layout].time for layout in layouts if layout in self.plans), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The `count` fastest plans of layouts that differ in placement or in vocabulary parallelism.
+        """The `count` fastest plans, at most one for each combination of placement and vocabulary parallelism.
 
-        Plans that take more than `factor` times the shortest time are left out. In small problems, layouts that differ
-        only in recomputation also count as different. The plan of the layout `request.usual` is left out if other plans
-        exist.
+        In small problems, combinations differ in recomputation, too. Plans that take more than `factor` times the
+        shortest time are left out. If there are other plans, the plan of the layout `request.usual` is left out.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -162,11 +161,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`.
-
-        Plans that were made with little effort are compared by their simulated times, and other plans by their times
-        with slowdowns (see `with_slowdown`).
-        """
+        """Whether `plan` is faster than `known`; above `DRAFT_EFFORT`, times include slowdown (see `with_slowdown`)."""
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -192,7 +187,7 @@ class _Search:
         planned: dict[Layout, list[Layout]] = {}
         for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
             # `choose` may prefer a simpler layout that is a little slower.
-            if bound < self.best_time * (1 if layout.vocabulary_parallel else SHARDING_GAIN):
+            if bound < self.best_time * (SIMPLER if layout.vocabulary_parallel else SHARDING_GAIN):
                 planned.setdefault(layout.combination, []).append(layout)
                 self.try_first(layout)
         for vocabulary in vocabularies if few else ():
@@ -232,9 +227,10 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the fastest of `layouts` with unlimited memory; infinity if unlimited memory hardly saves time."""
+        """Time of the fastest of `layouts` if memory is unlimited; infinity if unlimited memory saves little time."""
         layout = min(layouts, key=lambda layout: self.time_of([layout]))
-        unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
+        limits = (LARGEST,) * self.request.num_ranks
+        unlimited = replace(self.request, memory_limit=limits, capacity=None, usual_capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
         except ScheduleError:  # no schedule exists for the layout, however large the memory
@@ -273,7 +269,7 @@ class _Search:
         # Copies to the host may lower the memory of a microbatch to zero.
         limits = None if request.offloads else limits
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
-        if request.post_validation:
+        if request.post_validation or layout.recompute is Recompute.FULL:  # may run fewer R than estimated
             return bounds.span
         cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
         return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))
@@ -290,7 +286,7 @@ class _Search:
             self.try_plan(usual.layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, the best of each `Layout.combination`, with expected times (see `COMPARED`)."""
+        """All plans; if durations vary, one plan per `Layout.combination`, with its expected time (see `COMPARED`)."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -24,7 +24,7 @@ PATIENCE = 50
 OPERATIONS_PER_MOVE = 8
 """In a small problem the search restarts after `num_ops / OPERATIONS_PER_MOVE` moves without a better plan."""
 ATTEMPTS = 3
-"""Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
+"""Largest number of moves that are tried, in the order of their estimated costs, until a move causes no deadlock."""
 RESTARTS = 8
 """Largest number of restarts in a row without a better plan, before the search ends."""
 WORTH_RESTARTING = 1.001

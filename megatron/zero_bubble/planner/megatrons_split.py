@@ -119,8 +119,8 @@ def capacity_of_multiple(
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
-            rank. If `is_interleaved` is false, the peak memory of 1F1B is multiplied, with one chunk per rank and as
-            many layers on each rank as in `layout`.
+            rank. If `is_interleaved` is false, or there are fewer microbatches than ranks, the peak memory of 1F1B is
+            multiplied, with one chunk per rank and as many layers on each rank as in `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.
@@ -130,6 +130,8 @@ def capacity_of_multiple(
     if not is_interleaved or request.num_microbatches < placement.num_ranks:
         partition = tuple(map(int, placement.sums(layout.partition)))
         layout = replace(layout, placement=Placement("linear", placement.num_ranks), partition=partition)
+    elif rest := request.num_microbatches % (size := request.group_size or placement.num_ranks):
+        request = replace(request, num_microbatches=request.num_microbatches + size - rest)
     plan = _own(request, layout)
     memory = zip(plan.states, plan.timeline.peak_memory, strict=True)
     return max(state + multiple * activations for state, activations in memory)

@@ -31,7 +31,7 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """With several chunks per rank, whether `multiple` refers to the peak of interleaved 1F1B, and not of 1F1B."""
+    """Whether `multiple` refers to the peak of interleaved 1F1B, and not of 1F1B, if ranks have several chunks."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
@@ -49,7 +49,10 @@ class MemoryLimit:
             return cls()
         for unit, factor in _UNITS.items():
             if word.endswith(unit):
-                return cls(num_bytes=int(_positive(word.removesuffix(unit), text) * factor))
+                num_bytes = _positive(word.removesuffix(unit), text) * factor
+                if factor == 1 and num_bytes % 1:
+                    raise ValueError(f"{text!r} is not a memory limit: give a whole number of bytes")
+                return cls(num_bytes=int(num_bytes))
         return cls(multiple=_positive(word.removesuffix("X"), text))
 
     @property

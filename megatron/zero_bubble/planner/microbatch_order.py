@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import inf
+from operator import add, neg
 from random import Random
 from typing import Any, NamedTuple
 
@@ -56,7 +58,7 @@ def order_microbatches(
     interlocks: bool = False,
     overlap_communication: bool = True,
 ) -> MicrobatchOrder:
-    """Search for the order of a step's microbatches with which a schedule takes the least time.
+    """Search for the order of a step's microbatches that minimizes the time of a schedule.
 
     The search first tries orders by size: rising, falling, and with the largest microbatches in the middle or at the
     ends. The search then tries random changes of the best order. Equal arguments give equal results.
@@ -134,8 +136,16 @@ def _changed(places: _Places, generator: Random) -> _Places:
     return tuple(changed)
 
 
+def _changes_of_memory(problem: Problem) -> tuple[float, ...]:
+    """Code of an operation -> memory that the operation allocates or, with a negative sign, releases at its start."""
+    costs, memory = problem.costs, problem.costs.memory()
+    changes = chain.from_iterable(memory[kind] for kind in problem.codes.kinds)
+    dropped = problem.codes.costs(drop=tuple(map(neg, costs.memory_r)) or (0.0,) * costs.num_stages)
+    return tuple(map(add, changes, dropped))
+
+
 class _Step:
-    """A step that is simulated under one schedule with its microbatches in different orders."""
+    """Simulates a step under one schedule, with the microbatches in different orders."""
 
     def __init__(
         self,
@@ -157,6 +167,7 @@ class _Step:
         codes = range(len(graph.duration) // len(costs))
         self._durations = [[each.duration[code] for each in self._problems] for code in codes]
         self._latencies = [[each.latency[code] for each in self._problems] for code in codes]
+        self._changes = [_changes_of_memory(each) for each in self._problems]
         self._fused = [
             (schedule.placement.stage_of(rank, op.chunk), op.microbatch)
             for rank, ops in enumerate(schedule.ops)
@@ -173,8 +184,10 @@ class _Step:
         b, w, m = graph.codes.b, graph.codes.w, len(places)
         for stage, place in self._fused:
             both, second = (b + stage) * m + place, (w + stage) * m + place
-            graph.latency[both] += graph.duration[second]
-            graph.duration[both] += graph.duration[second]
+            costs = self._problems[places[place]].costs
+            of_w = graph.duration[second] - (costs.saved_bw[stage] if costs.saved_bw else 0.0)
+            graph.latency[both] += of_w
+            graph.duration[both] += of_w
             graph.duration[second] = graph.latency[second] = 0.0
         runs = graph.find_times()
         assert runs, "an order of microbatches changes no dependency"
@@ -187,15 +200,19 @@ class _Step:
     def peaks(self, places: _Places) -> list[float]:
         """Rank -> peak memory of the step with microbatches in the order `places`."""
         graph, m = self._graph, len(places)
+        codes, fused = graph.codes, {(graph.codes.b + stage) * m + place for stage, place in self._fused}
 
         def needed(lane: Sequence[int]) -> Iterator[float]:
             memory = 0.0
             for op in lane:
                 code, place = divmod(op, m)
                 number = places[place]
-                change = self._problems[number].allocation[code + graph.codes.drop * (op in graph.dropped)]
+                changes = self._changes[number]
+                change = 0.0 if op in fused else changes[code + codes.drop * (op in graph.dropped)]
+                if op - (codes.w - codes.b) * m in fused:  # W changes the memory for B, too
+                    change += changes[code - codes.w + codes.b]
                 memory += change
-                yield memory - min(change, 0.0) + self._inside[number][code % graph.codes.b]
+                yield memory - min(change, 0.0) + self._inside[number][code % codes.b]
 
         return [max(needed(lane)) for lane in graph.lanes]
 

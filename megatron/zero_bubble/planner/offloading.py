@@ -44,11 +44,11 @@ class CopyRule(NamedTuple):
     lead: float
     """Time between queuing a copy to the device and the start of the backward, divided by the copy's duration."""
     patience: float
-    """F queues its copy at once if the copies in the queue take at most `patience` times as long as the copy."""
+    """Longest wait for queued copies at which an F queues its copy to the host, divided by the copy's duration."""
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Assumed duration of a copy divided by its real duration. Below 1, a rank may wait for a copy that ends soon."""
+    """Assumed duration of a copy divided by its real duration. If it is below 1, ranks may wait for copies."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -60,7 +60,7 @@ class _Copied(NamedTuple):
     """The fastest schedule with copies to the host that the search has found so far."""
 
     time: float
-    """Expected time of the schedule; before a schedule is found, the time that the schedule has to undercut."""
+    """Expected time of the schedule; before a schedule is found, the time of the best schedule without copies."""
     schedule: Schedule | None = None
     uncopied: tuple[Timeline, float] | None = None
     """Simulation of the schedule into which copies were inserted, and that schedule's `slowdown`."""
@@ -189,7 +189,7 @@ class _Kept(NamedTuple):
     backward: int
     """Position of the backward that needs the activations."""
     copied: float
-    """Estimated time at which the activations have been copied to the host; inf if the copy is not queued."""
+    """Estimated time at which the copy of the activations to the host ends; inf if no copy is queued."""
     key: _Key
 
 

@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 REACH = 6
 """Largest number of positions by which a move shifts an operation to an end of its stretch (see module docstring)."""
 HORIZON = 200
-"""Number of later operations in which a repair looks for a W to run earlier, or for a B that can get an R."""
+"""Number of later operations among which a repair searches for a W to run earlier, or for a B that can get an R."""
 
 
 class Move(NamedTuple):
@@ -205,7 +205,8 @@ class _Repair:
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Place the first W that can run before the next operation; return whether it exists and releases memory."""
+        """Place the first W that can run before the next operation; return whether there is one that releases
+        memory."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
@@ -219,9 +220,9 @@ class _Repair:
     def _drop(self) -> bool:
         """Drop activations that are in memory, and insert their R; return False if no activations can be dropped.
 
-        For each candidate, the repair computes the longest path of dependencies through the candidate's R. The repair
-        drops the candidate with the shortest of these paths and, among equal paths, the candidate with the latest
-        backward.
+        The candidates are the activations that may be dropped. For each candidate, the repair computes the length of
+        the longest path of dependencies through the candidate's R. The candidate with the smallest length is dropped
+        or, if lengths are equal, the candidate with the latest backward.
         """
         graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]

@@ -50,9 +50,10 @@ class Balance:
         self.room = room
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-        self._shard_work = model.shard_work
+        self._shard_work = model.shard_work - model.embedding_work
         full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
+        self._recomputed = _Sums(model, lambda unit: full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)
         self._needed = _Sums(
             model, lambda unit: unit.state + unit.memory_f + max(0, unit.memory_b) - any_r * unit.memory_r
@@ -81,11 +82,11 @@ class Balance:
 
         A rank starts when the first microbatch has passed through all stages before the first stage of the rank.
         """
-        return max(self._ends(partition, self._work.of_stages(partition)))
+        return max(self._ends(partition, self._works(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key that puts the best partition first: memory above `room`, then time, then unevenness of end times."""
-        ends = self._ends(partition, self._work.of_stages(partition))
+        ends = self._ends(partition, self._works(partition))
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
@@ -93,19 +94,25 @@ class Balance:
 
         The factors for differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
-        works = self._work.of_stages(partition)
+        works = self._works(partition)
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))
         return max(self._ends(partition, works)) * (1 + lost)
 
     def excess(self, partition: Sequence[int]) -> float:
-        """Sum over the ranks of the memory by which model states and one microbatch exceed the memory of the rank."""
+        """Memory by which model states and one microbatch exceed the memory of a rank, summed over all ranks."""
         return sum(self._excess(partition))
 
     def busiest(self, partition: Sequence[int]) -> int:
         """The rank whose memory is exceeded the most; if no rank's memory is exceeded, the rank that ends last."""
         excess = self._excess(partition)
-        load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
+        load = excess if max(excess) > 0 else self._ends(partition, self._works(partition))
         return load.index(max(load))
+
+    def _works(self, partition: Sequence[int]) -> list[float]:
+        """Stage -> its work for one microbatch; the last stage has no R, because its B directly follows F as a rule."""
+        works = self._work.of_stages(partition)
+        works[-1] -= self._recomputed.of_stages(partition)[-1]
+        return works
 
     def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
         """Rank -> time at which the rank ends if it never idles; `works` gives each stage's work for one microbatch."""
@@ -242,7 +249,7 @@ def moves_from(
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions with one layer moved that take at most `tolerance` times as long as `partition`, best first."""
+    """Partitions that differ from `partition` by one moved layer, if they take at most `tolerance` times as long."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)

@@ -32,7 +32,7 @@ NUM_CHECKED = 24
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield smaller numbers of microbatches whose schedules can be extended to `num_microbatches` microbatches.
+    """Yield smaller numbers of microbatches, from which a schedule can be extended to `num_microbatches`.
 
     Nothing is yielded if a schedule of `num_microbatches` microbatches has at most `LONG` F, B and W.
     """
@@ -90,7 +90,7 @@ def extended(
 
 
 class _Period(NamedTuple):
-    """A period of a schedule: on every rank, the same number of successive microbatches for every kind of operation."""
+    """A period of a schedule: every rank runs each kind of operation for the same number of successive microbatches."""
 
     length: int
     """Number of microbatches in the period."""

@@ -40,7 +40,7 @@ CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried even after the budget is spent, as long as no plan fits in memory."""
 
 FAR = 1.25
-"""The search stops in a direction (smaller or larger group sizes) if a plan takes over `FAR` times the best time."""
+"""The search stops in a direction (smaller or larger groups) if a plan takes more than `FAR` times the best time."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -49,8 +49,8 @@ Groups = tuple[int, ...]
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     """Return the best schedule that fits in memory, among planned schedules and named schedules such as 1F1B.
 
-    A named schedule with a fused B and W can be faster than the plan, because the planner keeps B and W apart, and
-    reserves, from the start of F or R, the memory that B adds.
+    A named schedule with fused B and W can be faster than the plan, because the planner keeps B and W separate. In
+    addition, the planner reserves memory for B when F or R starts.
 
     Args:
         problem: a problem with a linear or an interleaved placement.
@@ -118,9 +118,9 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 def _choices_of_groups(problem: Problem) -> list[Groups]:
     """The group sizes to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
-    With groups of K microbatches, v chunks on each of p ranks, and one more F in each rank's warmup than in the next
-    rank's warmup, rank 0 needs memory for (K (v-1) + p) / v microbatches. If memory is short, the best group size is
-    about three quarters of the number of microbatches in flight.
+    Let each group have K microbatches, and each of p ranks v chunks. If the warmup of every rank has one F more than
+    the warmup of the next rank, rank 0 needs memory for (K (v-1) + p) / v microbatches. If memory is short, the best
+    group size is about three quarters of the number of microbatches in flight.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
@@ -211,7 +211,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
-    """For several chunks per rank, yield the largest numbers of microbatches in flight in `alternating_orders`."""
+    """For several chunks per rank, yield every rank's limit on microbatches in flight, as in `alternating_orders`."""
     for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 

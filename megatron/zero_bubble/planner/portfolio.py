@@ -26,15 +26,15 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 
 NUM_PLANS = 3
-"""Number of best plans on which the local search spends at least half of its budget."""
+"""Number of plans, the best first, on which the local search spends at least half of its budget."""
 MOST_PLANS = 25
-"""Largest number of kept plans, which is large because local searches from a few plans often end in the same plan."""
+"""Largest number of kept plans: a large number, because local searches from a few plans often end in the same plan."""
 FEW_MOVES = 40
 """Least number of moves that the local search tries on each plan before it focuses on the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2
-"""Number of parts into which the budget is divided if the planner chooses the recomputed microbatches."""
+"""Number of parts into which the budget is divided if the planner chooses the microbatches with an R."""
 LEAST_CANDIDATES = 12
 """Smallest number of candidate orders that a budget allows, for a problem of any size."""
 QUICK_CANDIDATES = 5
@@ -153,7 +153,7 @@ class Portfolio:
         self.offer(run_in_order(self.problem, orders))
 
     def ensure_plan(self) -> None:
-        """If there is no plan, keep the plan with one microbatch at a time, which fits in memory if any plan fits."""
+        """If there is no plan, keep the plan that runs one microbatch at a time; it fits in memory if any plan fits."""
         if not self.plans:
             self.in_order(one_by_one(self.problem))
 

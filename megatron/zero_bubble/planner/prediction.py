@@ -73,7 +73,7 @@ class Prediction:
     recompute: Recompute = Recompute.NONE
     """Which microbatches of the run have an R. The baseline, 1F1B, recomputes only with `Recompute.FULL`."""
     megatrons: MegatronsTime | None = None
-    """Time of a step of megatron-core's own schedule; None to predict it from the costs of the run's layout."""
+    """Time of a step of megatron-core's own schedule; None to predict the time from the costs of the run's layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 
@@ -102,10 +102,11 @@ class Prediction:
 
         If `megatrons` is given, the speedup is `megatrons.milliseconds`, scaled to the measured costs, divided by the
         predicted makespan. The scale factor is the time of F, B and W in the measured costs divided by
-        `megatrons.work`. Without `megatrons`, the speedup is the longest span of a rank in 1F1B divided by the longest
-        span of a rank in the predicted schedule; each rank has the same layers in both schedules. Under full
-        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
-        the time of the operations on vocabulary shards is part of the backwards.
+        `megatrons.work`. Without `megatrons`, the speedup is the makespan of 1F1B divided by the makespan of the
+        predicted schedule or, with post-validation, by the longest span of a rank in the predicted schedule. Each rank
+        has the same layers in both schedules. Under full recomputation 1F1B recomputes every microbatch in its
+        backward; otherwise 1F1B keeps all activations. In 1F1B the time of the operations on vocabulary shards is part
+        of the backwards.
         """
         if self.megatrons is not None:
             times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout
@@ -116,7 +117,9 @@ class Prediction:
             costs = costs.recomputing_in_backward()
         one_f_one_b = generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches)
         baseline = simulate(one_f_one_b, costs, lengths=self.lengths)
-        return Gain(baseline.cost / self.timeline.cost, _KEEPS[self.recompute])
+        timeline = self.timeline
+        time = timeline.cost if self.schedule.has_post_validation else timeline.makespan
+        return Gain(baseline.makespan / time, _KEEPS[self.recompute])
 
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:

@@ -55,7 +55,7 @@ class ByPriority(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether F `f` keeps the rank's limit on microbatches in flight, and fits in memory once ready W have run."""
+        """Whether the limit on microbatches in flight allows F `f`, and `f` fits in memory once ready W have run."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False

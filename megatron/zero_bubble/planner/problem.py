@@ -259,7 +259,7 @@ class Problem:
         return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
 
     def is_dropped_as_a_rule(self, stage: int) -> bool:
-        """Whether most microbatches of `stage` have an R; with full recomputation, on every stage except the last."""
+        """Whether most microbatches of `stage` have an R: true under full recomputation, except on the last stage."""
         return self.recompute is Recompute.FULL and stage < self.num_stages - 1
 
     @cached_property
@@ -285,7 +285,11 @@ class Problem:
             return if_fused
         if self.takes_makespan:
             earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
-            return max(if_fused, *map(add, self.work, earliest))
+            # A rank may run the embedding of its shard before its first F could start.
+            later = (
+                work - self.num_microbatches * self.duration[self.codes.e + rank] for rank, work in enumerate(self.work)
+            )
+            return max(if_fused, *map(add, later, earliest))
         # Without overlap, the span of a rank contains all its messages except the message before its first F.
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(if_fused, *(work - first for work, first in zip(self.work, firsts, strict=True)))

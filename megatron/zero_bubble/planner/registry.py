@@ -47,7 +47,7 @@ class Entry:
     is_slow: bool = False
     """Whether planning takes seconds to minutes, so that commands make the schedule only if the user names it."""
     has_pairs: bool = False
-    """Whether the schedule always has pairs, that is, a forward and a backward that run as one operation."""
+    """Whether the schedule always has pairs; a pair is a forward and a backward that run as one operation."""
     has_own_limit: bool = True
     """Whether the schedule's name implies a memory limit; otherwise the default limit is the peak memory of 1F1B."""
 
@@ -189,10 +189,11 @@ def placement_for(
 
     Args:
         name: name of the schedule.
-        num_ranks: pipeline ranks.
+        num_ranks: number of pipeline ranks.
         num_chunks: number of model chunks per rank; by default the schedule's own number of chunks.
-        kind: kind of placement, for a schedule without a fixed placement; by default, as with Megatron's flags, linear
-            for one chunk per rank and interleaved for several chunks.
+        kind: kind of placement; by default the schedule's own kind if the schedule has a fixed placement. For any other
+            schedule, the default is linear with one chunk per rank and interleaved with several chunks, as with
+            Megatron's flags.
 
     Raises:
         UnknownSchedule: no schedule has this name.

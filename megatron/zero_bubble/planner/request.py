@@ -15,9 +15,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 600_000
-"""Default effort: planned operations, summed over all candidate schedules; a search takes one to two seconds."""
+"""Default value of `PlanRequest.effort`; with this effort, a search takes one to two seconds."""
 QUICK_EFFORT = 50_000
-"""Number of operations to plan for a quick estimate."""
+"""Effort of a quick estimate (see `PlanRequest.effort`)."""
 DRAFT_EFFORT = 10_000
 """Largest effort of a draft plan; draft plans are compared by simulated times, other plans by expected times."""
 MOST_CHUNKS = 64
@@ -61,24 +61,25 @@ class PlanRequest:
 
     Attributes:
         schedule: name of the schedule to plan (see `names`).
-        num_microbatches: microbatches of an iteration.
+        num_microbatches: number of microbatches of an iteration.
         placements: placements to choose from, all for the same number of ranks.
-        costs: `ModelCosts` of the units of a model that is divided into stages, or `StageCosts` of the stages if there
-            is only one placement; `default_costs` by default.
+        costs: `ModelCosts` of a model that the planner divides into stages, or `StageCosts` of the stages of a single
+            placement; `default_costs` by default.
         partition: number of layers of every stage in model order; None to choose the partition.
-        usual: the layout, such as Megatron's, that is kept unless another layout is faster; None if no layout is
-            preferred.
+        usual: the layout that is kept unless another layout is faster, for example Megatron's layout; None if no layout
+            is preferred.
         recomputes: values of `Recompute` to choose from.
         vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
             faster alternative.
-        memory_limit: memory of a rank for activations, in the unit of the costs, as one value for all ranks or one
-            value for each rank; None for the default limit of the schedule.
+        memory_limit: memory limit for the activations of a rank, in the unit of the costs: one value for all ranks, or
+            one value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
-            costs; None for no limit. A capacity needs `ModelCosts`; `StageCosts` lacks the memory of model states.
+            costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` does not contain the memory of
+            model states.
         usual_capacity: a larger capacity, for the layout `usual` only; None if `capacity` holds for all layouts.
-        group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose the size. If a schedule is not planned from costs and `group_size` is None, a
-            group has as many microbatches as there are ranks.
+        group_size: for interleaved placements, the number of microbatches that a rank runs in one chunk before it runs
+            the same microbatches in the next chunk; None to choose the size. If a schedule is not planned from costs
+            and `group_size` is None, a group has as many microbatches as there are ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that a rank starts the next
             iteration without waiting for the other ranks.

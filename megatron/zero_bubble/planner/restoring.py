@@ -1,4 +1,4 @@
-"""Chooses numbers of layer groups in which the stages recompute their activations, within the memory limits."""
+"""Chooses numbers of layer groups to try for recomputation in each stage, under the memory limits of the ranks."""
 
 from __future__ import annotations
 

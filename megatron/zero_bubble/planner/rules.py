@@ -16,7 +16,7 @@ class GapRule(Enum):
     ALWAYS = "always"
     NEVER = "never"
     BALANCED = "balanced"
-    """The operation runs only if an idle gap would raise the longest span of a rank (arXiv 2401.10241, section 3.1)."""
+    """The operation runs only if the gap would raise the longest span of a rank (arXiv 2401.10241, section 3.1)."""
 
 
 @dataclass(frozen=True)

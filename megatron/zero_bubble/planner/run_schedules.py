@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
 _ONE_BY_ONE = "one-by-one"
-"""Name of the schedule of the last memory level (see `RunSchedules.in_less_memory`): one microbatch at a time."""
+"""Name of the last memory level's schedule, which runs one microbatch at a time (see `RunSchedules.in_less_memory`)."""
 _CANDIDATES = 20
 """Number of candidate orders for a schedule that needs less memory; small, because a step waits for the schedule."""
 
@@ -36,7 +36,7 @@ class RunSchedules:
     Attributes:
         request: a request for one layout; each schedule is made with its own number of microbatches in place of the
             request's number.
-        given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
+        given: a schedule that was read from a file, for one number of microbatches; None without a file.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
         watch: (name of the schedule, number of microbatches) -> context manager in which this process makes the
             schedule; None to make the schedule without a context manager.
@@ -96,7 +96,7 @@ class RunSchedules:
         return self.given is None and entry_of(self.name).uses_costs
 
     def requesting(self, **changes: Any) -> RunSchedules:
-        """A copy of this `RunSchedules`, without shared schedules and with other values in fields of the request."""
+        """A copy of this `RunSchedules` with `changes` to the fields of the request, and without shared schedules."""
         return replace(self, request=replace(self.request, **changes), shared={})
 
     def with_shared(self, schedule: Schedule) -> RunSchedules:
@@ -117,13 +117,22 @@ class RunSchedules:
                 self._cache[key] = prepare(self._make(num_microbatches), self.costs)
         return self._cache[key]
 
+    def for_evaluation(self, num_microbatches: int) -> Schedule:
+        """A schedule for an evaluation of a number of microbatches that the run's own schedule does not support.
+
+        The schedule is planned for default costs without a memory limit, because an evaluation keeps no activations.
+        """
+        spreads = self.request.vocabulary_parallel
+        request = PlanRequest("auto", num_microbatches, (self.placement,), vocabulary_parallel=spreads)
+        return prepare(schedule_of(request))
+
     def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:
         """A schedule that needs less memory than the usual schedule, for steps with larger microbatches than usual.
 
         Args:
-            num_microbatches: microbatches of the step.
-            level: memory level, from 1: the memory limit of the request is divided by 2 ** (level / 2). The schedule of
-                the last memory level runs one microbatch at a time.
+            num_microbatches: number of microbatches of the step.
+            level: memory level, at least 1. The memory limit of the request is divided by 2 ** (level / 2). The
+                schedule of the last memory level runs one microbatch at a time.
 
         Returns:
             The schedule that needs less memory; None beyond the last memory level, without a memory limit, or if the
@@ -188,11 +197,12 @@ def prepare(
 
     Args:
         schedule: a schedule with or without sends and receives.
-        costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
+        costs: stage costs that determine where receives, collectives and VALIDATE are inserted; None for
+            `default_costs`.
         forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have no
             effect on an evaluation.
         orders_tail: whether each rank runs its last W grouped by chunk, so that the executor can run these W parameter
-            by parameter. With `orders_tail`, each gradient is complete early, and is reduced while other gradients are
+            by parameter. The gradient of one parameter can then be reduced while the gradients of other parameters are
             computed.
         post_validation: whether STEP and VALIDATE are added to the schedule.
 

@@ -1,4 +1,4 @@
-"""The extent of a search for a layout: how many layouts are planned, and with how much effort."""
+"""The extent of a search for a layout: the number of planned layouts, and the effort for each layout."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned again, with more effort, if its plan is slower than the fastest plan by at most this factor."""
 _SMALL = 3000
-"""Largest number of F, B and W, for two chunks per rank, of a problem that counts as small (see `Extent.is_small`)."""
+"""A problem counts as small (see `Extent.is_small`) if it has at most this many F, B and W with two chunks per rank."""
 _LARGE = 5000
-"""Smallest number of F, B and W, for two chunks per rank, at which a search above `QUICK_EFFORT` has only one round."""
+"""With this many F, B and W (for two chunks per rank) or more, a search above `QUICK_EFFORT` has only one round."""
 _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
-"""Largest number of F, B and W planned for a layout after its first partition; at least one partition more is tried."""
+"""Largest total number of F, B and W in the plans of a layout's later partitions; one such plan is always allowed."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How many layouts a search plans, and with how much effort.
+    """The number of layouts that a search plans, and the effort for each layout.
 
     Attributes:
         rounds: (number of layouts, largest effort for each layout) of each round of planning.
         promising: a layout is planned with more effort if its plan takes at most `promising` times the shortest time.
-        num_moved: largest number of plans, the best first, whose layers are moved to other stages.
+        num_moved: largest number of layouts whose layers are moved to other stages; the fastest layouts are taken.
         worth_moving: layers of a layout are moved to other stages if its plan takes at most `worth_moving` times the
             shortest time.
-        is_small: whether the problem is small, so that plans that differ only in recomputation count as different.
+        is_small: whether the problem is small. In a small problem, layouts that differ only in recomputation count as
+            different layouts.
     """
 
     rounds: tuple[tuple[int, int], ...]
@@ -39,7 +40,7 @@ class Extent:
     is_small: bool = False
 
 
-# `worth_moving` is large because moving one layer off the fullest rank helps much when memory is short.
+# `worth_moving` is large because a plan can become much faster if one layer leaves the rank that lacks memory.
 _OF_SMALL = Extent(((12, 30_000), (3, 150_000)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
 _QUICK_OF_SMALL = replace(_OF_SMALL, rounds=((12, 5_000), (3, 25_000)))
 

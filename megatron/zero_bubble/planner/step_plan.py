@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 _PLANNING_SHARE, _MOST_SECONDS = 0.02, 0.025
-"""Approximate limits on the time of planning a step: a fraction of the time of the step, and a number of seconds."""
+"""Approximate limits on the planning time of a step: a fraction of the step time, and a number of seconds."""
 _SECONDS_PER_OPERATION = 0.5e-6
 """Approximate number of seconds to simulate one operation; the number of orders to try depends on this time."""
 _FEWEST, _MOST = 12, 200

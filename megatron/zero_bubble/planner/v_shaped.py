@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: plans for two chunks per rank, placed in a V, from measured costs (arXiv 2405.15362).
+"""Plans schedules for two chunks per rank, placed in a V, such as ZB-V, V-Half and V-Min (arXiv 2405.15362).
 
 The candidates are orders of F and B from repeated building blocks and from list scheduling, with W inserted in idle
 time. At the end of planning, a local search improves the best plans.
@@ -27,12 +27,13 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 50
-"""Least budget of the local search per operation of the schedule; reduced in proportion for a budget below `EFFORT`."""
+"""Least budget of the local search per operation of the schedule, if the problem has a budget of at least `EFFORT`. If
+the budget of the problem is smaller, the least budget is smaller in the same proportion."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Pairs (share, decrease) for limits on microbatches in flight in chunk 0: the limit of rank 0 is `share` times the
-number that would fit in memory without chunk 1, and the limit of each next rank is `decrease` lower."""
+"""Pairs (share, decrease) for limits on the number of microbatches in flight in chunk 0. The limit of rank 0 is `share`
+times the number that would fit in memory without chunk 1. The limit falls by `decrease` from each rank to the next."""
 NUM_SPARSE = 4
 """Number of building blocks to try for each number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
@@ -186,7 +187,7 @@ def _blocks(problem: Problem) -> list[Block | None]:
 
 
 def _sparse_blocks(problem: Problem) -> Iterator[Block]:
-    """Yield building blocks with so few microbatches in flight that memory is left for W that run later."""
+    """Yield building blocks with fewer microbatches in flight than fit in memory, so that W can be delayed."""
     p, most = problem.num_ranks, _max_in_flight(problem)
     for in_flight in (p, p / 2 + 1, p / 3 + 1):
         if in_flight < most:

@@ -73,9 +73,8 @@ class Communicator(Protocol):
 def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
-    All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
-    come first, then the channels between ranks 1 and 2, 3 and 4, ...: in this order, channels without a common rank
-    open at the same time.
+    All ranks open the channels in the order of the returned pairs. The channels whose lower rank is even come before
+    the channels whose lower rank is odd, so that channels without a common rank can open at the same time.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -86,7 +85,7 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
 
 
 _RUN_AHEAD = 8
-"""Largest number of messages posted ahead of the GPU; with 8, the GPU has work while the process waits."""
+"""Largest number of posted messages that the GPU has not reached; with 8, the GPU has work while the process waits."""
 
 
 class RunAhead:
@@ -215,7 +214,7 @@ class HostCommunicator(TorchCommunicator):
 
     `send` waits until the device has computed the message, and `PendingReceive.wait` copies the message to the device.
     Because no work on the device waits for another rank, a valid schedule always runs to its end, even on a GPU with
-    one hardware queue, and even if other code synchronizes the device. A `HostCommunicator` is slow and meant for
+    one hardware queue, and even if other code synchronizes the device. A `HostCommunicator` is slow, and is meant for
     debugging.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.

@@ -29,7 +29,10 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs collectives without autograd in the order of submission, after all computation launched earlier."""
+    """Runs collectives in the order in which they are submitted, without autograd.
+
+    A collective starts after all computation that was launched before the collective was submitted.
+    """
 
     @property
     def waits_in_thread(self) -> bool:
@@ -39,7 +42,7 @@ class ExchangeLane(Protocol):
         """Queue the function `exchange` to run after all collectives submitted earlier; return at once."""
 
     def close(self) -> None:
-        """Wait for all submitted collectives; no collective can be submitted afterwards."""
+        """Wait for all submitted collectives; no collective may be submitted afterwards."""
 
 
 def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
@@ -51,9 +54,9 @@ class ThreadLane:
     """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
     After a collective has failed on this rank, the thread runs no later collective, because this rank and the other
-    ranks would run different collectives at the same time. After a failure, the rank leaves the process groups of the
-    collectives, so that no other rank waits for this rank. The thread logs a collective's error immediately, because
-    the main thread may be waiting for another rank.
+    ranks would otherwise run different collectives at the same time. After a failure, the rank leaves the process
+    groups of the collectives, so that no other rank waits for this rank. The thread logs a collective's error
+    immediately, because the main thread may be waiting for another rank.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).

@@ -104,7 +104,7 @@ class Executor:
         }
 
     def _passed_by(self, kind: OpKind) -> frozenset[tuple[int, int]]:
-        """Return (chunk, microbatch) of all this rank's operations of kind `kind`."""
+        """Return (chunk, microbatch) of each operation of kind `kind` on this rank."""
         return frozenset((op.chunk, op.microbatch) for op in self.schedule.ops[self.rank] if op.kind is kind)
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
@@ -145,7 +145,7 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Number of forwards whose activations are in memory, because F kept them or R restored them."""
+        """Number of forwards whose activations F has kept or R has restored, and whose backward has not run."""
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
@@ -266,10 +266,10 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last optimizer step; if the step is amended, all ranks repeat the operations that precede `op`.
+        """Validate the last optimizer step; if forwards must run again, repeat the operations that precede `op`.
 
-        Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation,
-        because a channel delivers messages in order and the repeated operations send the same messages again.
+        Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation.
+        The repeated operations send the same messages again, and a channel delivers messages in order.
         """
         stage = cast(SteppingStage, given)
         if stage.validate():

@@ -47,7 +47,7 @@ class GroupAverager:
         self._hierarchy, self._groups = hierarchy, groups
 
     def average(self, tensors: Iterable[torch.Tensor], iteration: int) -> None:
-        """Average `tensors` over the largest group that averages after `iteration` (see `Hierarchy`), if any."""
+        """Average `tensors` over the largest group whose replicas average after `iteration`, if any."""
         size = self._hierarchy.group_size_after(iteration)
         if size is not None:
             _average(tensors, self._groups[size])

@@ -54,8 +54,8 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
     """Raise the first error in `errors`, if any.
 
-    The raised error gets the cause of `own`, the error of this rank, because an error that is sent between ranks loses
-    its cause.
+    The raised error gets the cause of `own`, this rank's error, because an error loses its cause when the error is sent
+    between ranks.
     """
     for error in errors:
         if error is not None:
@@ -63,10 +63,10 @@ def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> No
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Return `plan` with the schedule for `num_microbatches`, which the job's first rank makes for all ranks.
+    """Return a copy of `plan` with a schedule for `num_microbatches` that the job's first rank makes for all ranks.
 
     `plan_on_first_rank` is a collective call of the whole job. One rank plans for all ranks, because a solver with a
-    time limit may find a different order of operations on each rank, and all ranks must run the same order.
+    time limit may find a different schedule on each rank, and all ranks must run the same schedule.
 
     Raises:
         ScheduleError: the first rank found no schedule; raised on all ranks.

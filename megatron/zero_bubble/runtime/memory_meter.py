@@ -20,7 +20,7 @@ _SAVES = frozenset({OpKind.F, OpKind.R})
 
 
 class SavedTensorMeter:
-    """Measures memory on a CPU as the bytes that autograd saves in F and R, or that B holds for W.
+    """Measures memory on a CPU: the bytes that autograd saves in F and R, and the bytes that B keeps for W.
 
     A storage that several saved tensors share counts once, and parameters do not count. For operations on the rank's
     vocabulary shard, `kept_by_shard` returns the bytes that the shard keeps between the operations of a microbatch. For

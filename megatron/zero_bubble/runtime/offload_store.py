@@ -126,7 +126,7 @@ class _Storage:
         self.host: torch.Tensor | None = None
 
     def was_emptied(self) -> bool:
-        """Whether the storage on the device has become smaller since autograd saved a tensor of it."""
+        """Whether the storage on the device has become smaller since autograd saved a tensor that uses the storage."""
         assert self.device is not None
         return self.device.untyped_storage().nbytes() < self.device.nbytes
 
@@ -191,7 +191,7 @@ class _Bundle:
     def close(self) -> None:
         """List the storages that autograd still holds at the end of F; if gradients are disabled, the list is empty.
 
-        A storage that F has emptied, to fill it again in B (selective recomputation), stays on the device.
+        A storage that F has emptied stays on the device; with selective recomputation, B fills such a storage again.
         """
         held = [entry for known in self._collected.values() if (entry := known()) is not None]
         self.storages = [entry for entry in held if not entry.was_emptied()]

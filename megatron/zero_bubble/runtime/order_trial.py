@@ -17,7 +17,7 @@ WORTHWHILE = 1.005
 
 @dataclass(frozen=True)
 class OrderTrial:
-    """A trial of megatron-core's order for a few steps, after which the run continues with the faster of two orders.
+    """A trial of megatron-core's order for a few steps, after which the run continues with the faster order.
 
     The planned order runs before and after megatron-core's order, so that a gradual change of the machine's speed
     favors neither order.
@@ -70,8 +70,8 @@ def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
     """Return the schedules of megatron-core's own order for the layout of a plan.
 
     Returns:
-        The schedules. The result is None if the plan's schedule was read from a file, if megatron-core has no order for
-        the layout and the number of microbatches, or if megatron-core's order exceeds the plan's memory limit.
+        The schedules, or None if the plan's schedule was read from a file, if megatron-core has no order for the layout
+        and the number of microbatches, or if megatron-core's order exceeds the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
     if plan.given is not None or request is None:

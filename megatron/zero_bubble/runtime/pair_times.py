@@ -28,9 +28,9 @@ class PairTime(NamedTuple):
     """Durations of the pairs of F and B that contain an operation of a given chunk.
 
     Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` is
-    the usual duration of a pair in milliseconds, summed over the types of pairs. `apart` is the usual duration of F and
-    B as two operations in milliseconds, summed over the types of pairs. `hidden` is the time for which token exchanges
-    overlap with computation, as a fraction of the longest possible overlap, averaged over the types of pairs.
+    the usual duration of a pair, summed over the types of pairs. `apart` is the usual duration of F and B as two
+    operations, summed over the types of pairs. Both durations are in milliseconds. `hidden` is the time for which token
+    exchanges overlap with computation, as a fraction of the longest possible overlap, averaged over the types of pairs.
     """
 
     hidden: float = 0.0
@@ -42,7 +42,7 @@ NO_PAIRS = PairTime()
 
 
 def _hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the overlap of token exchanges with computation in a pair of F and B, as a fraction of its maximum."""
+    """Return the overlap of token exchanges and computation in a pair, as a share of the longest possible overlap."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0

@@ -16,9 +16,9 @@ TOLERANCE = 0.05
 SPAN_TOLERANCE = 0.02
 """If a measured step time exceeds the simulated time by more than this fraction, message times are corrected."""
 _MATTERS = 0.02
-"""A difference between planned and measured times is ignored below this fraction of a microbatch's time per stage."""
+"""An error of a planned time is ignored if the error is below this fraction of a microbatch's mean time on a stage."""
 _PARTS = 1024
-"""Number of equally spaced candidates for the time that is added to every message, among which a bisection chooses."""
+"""Number of equally spaced values from which a bisection chooses the time that is added to every message."""
 
 
 class Difference(NamedTuple):

@@ -1,8 +1,8 @@
 """Makes the child processes of a rank (loader workers, checkpoint writers) end together with the rank.
 
-Without this module, Python ends child processes only at a regular exit, and then waits for them without limit.
-Otherwise, a killed rank would leave its child processes running, and a child that ignores SIGTERM would prevent the
-exit of its rank.
+Python itself ends child processes only at a regular exit, and then waits for them without limit. Without this module,
+a killed rank would leave its child processes running, and a child that ignores SIGTERM would prevent the exit of its
+rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Make Linux send `death_signal` to this process as soon as the thread that has forked the process ends.
+    """Make Linux send `death_signal` to this process as soon as the thread that has forked this process ends.
 
     On operating systems other than Linux, `end_with_parent` does nothing.
     """

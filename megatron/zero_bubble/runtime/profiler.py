@@ -31,11 +31,11 @@ class ChunkCosts:
     memory: Mapping[OpKind, float]
     """Kind of operation -> usual change of memory; for F, the change if F keeps all activations."""
     noise: float
-    """Largest spread of the times of one kind of operation: interquartile range / (2 * median); see `_MATTERS`."""
+    """Interquartile range / (2 * median) of the times of a kind of operation: the largest value (see `_MATTERS`)."""
     inside: int = 0
     """Largest temporary memory of an operation (see `MeasuredOp.inside`)."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind of operation -> time of its token exchanges that overlaps with computation in pairs of F and B."""
+    """Kind of operation -> time for which its token exchanges overlap with computation in pairs of F and B."""
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
@@ -171,8 +171,8 @@ def combine_costs(
     waits for the slowest replica. The memory of a stage after F, after B and after W is also the maximum over replicas.
 
     Args:
-        gathered: for each rank, the measurements of the rank's chunks, and the message times that the rank measured in
-            milliseconds (index of the first of two neighbouring stages -> time of a message between the two stages).
+        gathered: for each rank, the measurements of the rank's chunks, and a mapping that contains the message times of
+            the rank: stage s -> milliseconds that a message takes between stages s and s + 1.
     """
     chunks = [chunk for chunks_of_rank, _ in gathered for chunk in chunks_of_rank]
     stages = [[chunk for chunk in chunks if chunk.stage == stage] for stage in range(placement.num_stages)]

@@ -28,7 +28,7 @@ class ForwardMode(Enum):
 
 
 class RecomputationStore:
-    """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
+    """Holds the blocks of layers whose activations F has dropped on one pipeline rank, by model chunk and microbatch.
 
     The executor runs each F inside the context `forward`; the arguments of `forward` decide whether the F drops its
     activations. The executor runs an R by calling `recompute`. Outside of an F, the store does not affect blocks of
@@ -50,7 +50,7 @@ class RecomputationStore:
         self.bytes_of_blocks = 0
         """Bytes that are kept for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[Any]] = nullcontext
-        """Makes a context that measures a recomputation, or the weight gradients of a block, within B."""
+        """Makes a context manager that measures the time that B spends on a recomputation or on weight gradients."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
         self._current: _Blocks | None = None
 

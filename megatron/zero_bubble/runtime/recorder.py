@@ -163,7 +163,7 @@ class OpRecorder:
         self._after_op()
 
     def close(self) -> None:
-        """End the measurement of an operation that failed; called at the end of every step."""
+        """End the measurement of an operation that failed, if any; called at the end of every step."""
         if self._meter is not None:
             self._meter.close()
 
@@ -209,10 +209,10 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 
 
 def _share(ops: Sequence[Op], start: float, end: float, held: int | None, inside: int) -> Iterator[MeasuredOp]:
-    """Share the time and the change of memory of `ops`, which ran as one operation, equally among `ops`.
+    """Divide a duration and a change of memory equally among `ops`, which ran as one operation.
 
-    In a pair of a forward and a backward, the backward gets all of the time, as in a simulation, and the forward gets
-    all of the memory.
+    In a pair of a forward and a backward, the backward gets the whole duration, as in a simulation, and the forward
+    gets the whole change of memory.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops

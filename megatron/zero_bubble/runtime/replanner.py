@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _DRIFT_STEPS = 20
-"""Number of steps between two checks for drift, which compare the times of operations with earlier measured times."""
+"""Number of steps between two checks for drift; a check compares times of operations with times measured earlier."""
 CHECK_AFTER = 8
 """Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
@@ -65,7 +65,7 @@ class Replanner:
         self._report = report
         self._device = device
         self._profile = options.profile
-        self._megatrons = options.megatrons
+        self.megatrons = options.megatrons
         self._step = 0
         self._check_at = 0
         """Number of the step after which the plan is compared with measured steps; 0 for never."""
@@ -74,9 +74,9 @@ class Replanner:
         self._checked_numbers: set[int] = set()
         """The different numbers of microbatches in the measured steps that are compared with the plan."""
         self._current = plan
-        """The plan that was made from the profile `self._profile`, or the first plan of the run."""
+        """The last plan that was chosen from measured costs, or the first plan; a trial in progress does not count."""
         self._planned_for: set[int] = set()
-        """The numbers of microbatches for which a plan was made from the present profile."""
+        """The numbers of microbatches for which a plan was made from the current profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> `Schedule.groups` of the schedule that runs."""
         self._trial: OrderTrial | None = None
@@ -84,7 +84,7 @@ class Replanner:
 
     @property
     def profile(self) -> Profile | None:
-        """The measured costs from which the current plan was made, or None."""
+        """The latest measured costs; None before a plan is made from measured costs."""
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
@@ -101,7 +101,7 @@ class Replanner:
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan from a profile not yet used for `num_microbatches`, or None if the run keeps its plan.
+        """Return a plan from a profile that was not used for `num_microbatches` yet, or None if the run keeps its plan.
 
         `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
         depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
@@ -260,14 +260,14 @@ class Replanner:
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
-            self._megatrons = result.megatrons_time(prediction.milliseconds, old.costs)
-            prediction = replace(prediction, megatrons=self._megatrons)
+            self.megatrons = result.megatrons_time(prediction.milliseconds, old.costs)
+            prediction = replace(prediction, megatrons=self.megatrons)
         self._report(Report(prediction, result.keeps_planned, None, self._step, trial=result))
         return None if result.keeps_planned else trial.own
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict the time and the memory of a schedule from the current profile."""
-        return Prediction(self._known_profile(), schedule, self._plan.recompute, self._megatrons)
+        return Prediction(self._known_profile(), schedule, self._plan.recompute, self.megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times of operations again; plan again if the times have changed by more than the threshold."""

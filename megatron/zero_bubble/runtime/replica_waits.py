@@ -80,7 +80,7 @@ def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> 
 
     Args:
         spent: for each replica, the seconds that the replica spent in reductions in each iteration.
-        group_sizes: for each iteration, the size of a group: consecutive replicas that waited for each other.
+        group_sizes: for each iteration, the number of consecutive replicas that waited for each other as a group.
     """
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.replanner import Replanner
-from megatron.zero_bubble.schedule import OpKind, Schedule
+from megatron.zero_bubble.schedule import OpKind, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 
 
@@ -47,7 +47,7 @@ class RunningPlan:
 
     @property
     def profile(self) -> Profile | None:
-        """The measured costs from which the current plan was made, or None."""
+        """The latest measured costs; None before a plan is made from measured costs."""
         return self._replanner.profile if self._replanner is not None else None
 
     def before_step(self, num_microbatches: int) -> None:
@@ -102,14 +102,7 @@ class RunningPlan:
         if not forward_only:
             self._levels[num_microbatches] = level
         if key not in self._executors:
-            if less_memory:
-                planned = less_memory[1]
-            else:
-                if num_microbatches not in self.plan.shared:
-                    self.plan = plan_on_first_rank(self.plan, num_microbatches)
-                planned = self.plan.schedule(num_microbatches)
-                if self._replanner is not None:
-                    planned = self._replanner.to_measure(planned)
+            planned = less_memory[1] if less_memory else self._planned(num_microbatches, forward_only=forward_only)
             if not mixes_backwards and planned.kinds >= {OpKind.BW, OpKind.W}:
                 planned = with_separate_backwards(planned)
             schedule = prepare(
@@ -121,6 +114,22 @@ class RunningPlan:
             )
             self._executors[key] = self._make_executor(schedule, group, tail_by_parameter=overlaps_reduction)
         return self._executors[key]
+
+    def _planned(self, num_microbatches: int, *, forward_only: bool) -> Schedule:
+        """Return the plan's schedule for a number of microbatches; a collective call.
+
+        Raises:
+            ScheduleError: the plan has no schedule for this number of microbatches, which are to be trained.
+        """
+        if num_microbatches not in self.plan.shared:
+            try:
+                self.plan = plan_on_first_rank(self.plan, num_microbatches)
+            except ScheduleError:
+                if not forward_only:
+                    raise
+                return self.plan.for_evaluation(num_microbatches)
+        planned = self.plan.schedule(num_microbatches)
+        return planned if self._replanner is None else self._replanner.to_measure(planned)
 
     def drop_executors(self) -> None:
         """Drop all executors, which refer to the connections between ranks."""
@@ -136,6 +145,7 @@ class RunningPlan:
             return None
         key = num_microbatches, self._levels[num_microbatches]
         prediction = self._predictions.get(key)
-        if prediction is None or prediction.profile is not self.profile:
+        changed = prediction is not None and prediction.megatrons != self._replanner.megatrons
+        if prediction is None or changed or prediction.profile is not self.profile:
             prediction = self._predictions[key] = self._replanner.predict(self.schedule(num_microbatches))
         return prediction

@@ -118,5 +118,5 @@ class VocabularyStage(Stage, Protocol):
         An `ExchangeLane` calls `exchange` while the rank computes. On a GPU, the call runs in a stream that has waited
         for all earlier operations; on a CPU, it runs in a thread. Any operation may use and free the results of
         `exchange`, because the next call of `exchange` waits for all computation launched earlier. A tensor that
-        `exchange` reads must not be freed until this rank has waited for a later collective.
+        `exchange` reads must not be freed until this rank has waited for the same or a later collective.
         """

@@ -71,7 +71,7 @@ class StepDecision(NamedTuple):
     places: tuple[int, ...]
     """For each position in the schedule, the index of the microbatch of the data that runs at this position."""
     level: int = 0
-    """0 for the run's own schedule; at a higher level, the schedule needs less memory (see `plan_step`)."""
+    """Memory level of the schedule: 0 for the run's own schedule (see `StepPlan.level`)."""
     schedule: Schedule | None = None
     """The schedule that needs less memory than the run's own schedule; None if the step runs the run's own schedule."""
     order: MicrobatchOrder | None = None
@@ -267,7 +267,7 @@ class PlanningProcess:
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:
-        """Wait for the plan of the last call of `ask`, and return the plan; None if the planning process has ended."""
+        """Wait for and return the answer to the last call of `ask`; None if the planning process has ended."""
         assert self._asked is not None
         try:
             return self._asked[1].result()

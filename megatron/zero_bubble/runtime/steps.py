@@ -24,7 +24,7 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 def new_range() -> Range:
     """Choose a kind of profiler range: `record_function` while torch's profiler runs, else an NVTX range on a GPU.
 
-    NVTX ranges are for Nsight Systems, and take no time. `record_function` takes as much time as the executor's own
+    NVTX ranges are for Nsight Systems, and take little time. `record_function` takes as much time as the executor's own
     work for an operation, even if torch's profiler is off.
     """
     if torch.autograd._profiler_enabled():
@@ -64,7 +64,7 @@ class StepProgress:
     def __init__(self, steps: Sequence[Step], num_ops: int) -> None:
         self._steps, self._num_ops = steps, num_ops
         self.position = 0
-        """Index of the executor's current operation; the number of operations once all operations have run."""
+        """Index of the executor's current operation; after the last operation, the number of the rank's operations."""
         self._begun = -1
         self._marked: list[int] = []
         self._recorder: OpRecorder | None = None

@@ -67,7 +67,7 @@ class RankState:
     where: str
     """The rank's `Position` in words."""
     excerpt: str
-    """The rank's schedule around its position; empty between two steps."""
+    """The operations around the rank's position in the schedule; empty between two steps."""
     line: str
     """The line of code that the rank's watched thread executes."""
     is_computing: bool

@@ -40,7 +40,7 @@ class WeightGradStore:
         self._queues: list[deque[tuple[int, _Bundle]]] = [deque() for _ in range(num_chunks)]
         self._bundle: _Bundle = []
         self.is_deferring = False
-        """Whether layers must hand over their weight gradients instead of computing them."""
+        """Whether layers must pass their weight gradients to `put` instead of computing the weight gradients."""
         self.num_flushed = 0
         """Number of calls of `flush` and `clear` so far; constant during the B of one microbatch."""
         self.flushed_bytes = 0
@@ -83,7 +83,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """As the W of `microbatch`, queue the weight gradients that `put` has collected since the last `flush`."""
+        """Queue the weight gradients that `put` has collected since the last `flush`, as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
@@ -94,7 +94,7 @@ class WeightGradStore:
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Compute the current B's deferred weight gradients, except for the `num_put` gradients deferred first."""
+        """Compute the weight gradients that the current B has deferred, except the first `num_put` of them."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 

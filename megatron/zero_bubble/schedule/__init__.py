@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: operations, placements, costs, simulation, validation. Pure Python, no torch."""
+"""Pipeline schedules: operations, placements, costs, simulation and validation. The package does not need torch."""
 
 from megatron.zero_bubble.schedule.analysis import Bubble, bubbles, critical_path
 from megatron.zero_bubble.schedule.costs import StageCosts

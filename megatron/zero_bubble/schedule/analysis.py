@@ -49,7 +49,7 @@ class Bubble:
 
     @property
     def within_span(self) -> float:
-        """The idle time between the first and the last operation of the rank."""
+        """The idle time between the first F and the last operation of the rank."""
         waiting = self.waiting_for_forward + self.waiting_for_backward + self.waiting_for_validation
         return waiting + self.waiting_for_copy + self.communication + self.streams
 
@@ -131,7 +131,7 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     Each operation of the critical path waits for the previous operation of the path, either because both operations run
     on the same rank, or because the previous operation makes an input of the waiting operation. If the last input of an
     operation of the critical path arrives just when the rank becomes free, the path contains the previous operation of
-    the rank. The computation of the critical path ignores the time for which an operation waits on an NCCL stream.
+    the rank. `critical_path` ignores the time for which an operation waits on an NCCL stream.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -163,7 +163,7 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Arrival time of the result; without overlap of communication, end time of the producing operation."""
+    """Arrival time of the result; for a message that does not overlap with computation, end time of the producer."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
@@ -231,9 +231,9 @@ def memory_over_time(timeline: Timeline, rank: int) -> Steps:
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
+    """Convert values measured for each kind of operation to values for each kind of result, such as F, B and W.
 
-    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
+    Half of the value of a fused backward (BW) counts as B and half as W, unless B and W were measured separately.
 
     Args:
         measured: kind of operation -> measured value, such as a time.

@@ -12,10 +12,10 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
     In a stage with several groups of layers, either F keeps the activations of the last group, or F drops the
-    activations of the last group and R recomputes them. B recomputes the activations of every group of layers except
-    the last group, each group right before its own backward. B also computes the weight gradients of all groups of
-    layers but the first, so that the activations of at most one group of layers are in memory at a time. D (offload)
-    copies only activations that F keeps.
+    activations of the last group and R recomputes them. For each group of layers except the last, B first recomputes
+    the activations of the group and then runs the backward of the group. B also computes the weight gradients of all
+    groups of layers except the first. For each microbatch, the activations of at most one group of layers are therefore
+    in memory at a time. D (offload) copies only activations that F keeps.
 
     Args:
         groups: stage -> number of groups of layers in the stage; an empty sequence stands for one group in every stage.

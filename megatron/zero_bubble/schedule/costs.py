@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest absolute value of a nonzero cost, so that sums and ratios of costs are finite."""
+"""Smallest and largest absolute value of a nonzero cost; within these limits, sums and ratios of costs are finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
@@ -31,9 +31,10 @@ class StageCosts:
     """Times and memory of the operations of every stage; the stages are in model order.
 
     All times are in the same unit, usually milliseconds. All memory is in the same unit, usually M_B, which is the
-    activation memory of one microbatch on all stages of a rank. The memory of an operation is a change of memory: F
-    allocates memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are usually
-    negative, because B and W usually release memory. BW takes the time of B and W together minus `saved_bw`.
+    activation memory of one microbatch on all stages of a rank. The memory cost of an operation is a change of the
+    memory in use: F allocates memory at its start, and B and W release memory at their end. `memory_b` and `memory_w`
+    are usually negative, because B and W usually release memory. BW takes the time of B and W together minus
+    `saved_bw`.
 
     Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
     `memory_r`.
@@ -198,7 +199,7 @@ class StageCosts:
         )
 
     def saving_as(self, other: StageCosts) -> StageCosts:
-        """Return costs in which BW saves the same fraction of time as in `other`, but at most half of the time of W."""
+        """Return costs in which BW saves the same fraction of B plus W as in `other`, but at most half of W."""
         stages = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
         saved = ((w, (b + w) * saved / (old_b + old_w)) for b, w, old_b, old_w, saved in stages)
         return replace(self, saved_bw=tuple(min(w / 2, time) for w, time in saved))
@@ -236,8 +237,8 @@ class StageCosts:
         """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer.
 
         S computes the forward and the input gradient of the output layer, which have the same number of
-        multiplications. Half of the time of S on all ranks is added to F of the last stage, and half to B of the last
-        stage.
+        multiplications. The times of S on all ranks are added up; half of the sum is added to F of the last stage, and
+        half to B of the last stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}

@@ -16,7 +16,7 @@ the layer, 2 of 34 bytes for each token and hidden unit (Korthikanti et al. 2022
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
 """Default times of the operations on the vocabulary shard of a rank, as fractions of the time of one stage's F.
 
-With the default times, on eight ranks with one layer each, the whole output layer takes as long as 0.8 layers.
+With these times, on eight ranks with one layer each, the whole output layer takes 0.8 times as long as a layer.
 """
 
 

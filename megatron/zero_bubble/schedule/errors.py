@@ -4,7 +4,7 @@ ValueError
 └── ScheduleError            base class of all errors of schedules; the message is one line for the user
     ├── UnknownSchedule      no generator has the requested name
     ├── InvalidSchedule      an operation is missing, doubled, or in an impossible place
-    │   └── Deadlock         some ranks wait for each other for ever
+    │   └── Deadlock         some ranks wait for each other forever
     └── Infeasible           no schedule fits under the memory limit
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class ScheduleError(ValueError):
-    """A schedule, or a request for a schedule, that cannot be used."""
+    """The schedule, its costs, or the request for a schedule cannot be used."""
 
 
 class UnknownSchedule(ScheduleError):
@@ -24,14 +24,14 @@ class InvalidSchedule(ScheduleError):
 
 
 class Deadlock(InvalidSchedule):
-    """Some ranks of the schedule would wait for each other for ever."""
+    """Some ranks of the schedule would wait for each other forever."""
 
 
 class Infeasible(ScheduleError):
     """No schedule fits in the memory limit; `smallest_limit` is the smallest memory limit in which a schedule fits.
 
     Attributes:
-        of_ranks: rank -> smallest memory limit of this rank; empty if only `smallest_limit` is known.
+        of_ranks: rank -> smallest memory limit that is enough for this rank; empty if only `smallest_limit` is known.
     """
 
     def __init__(self, message: str, smallest_limit: float, of_ranks: tuple[float, ...] = ()) -> None:

@@ -35,11 +35,11 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The lower index of the stages that make and need the result; None if a collective carries the result."""
+    """The smaller index of the two stages that make and need the result; None if a collective carries the result."""
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
+        """Whether a collective of all ranks, instead of a message, brings the result."""
         return self.edge is None
 
     def transit(self, costs: StageCosts) -> float:
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The sources of all inputs that operations of this kind and stage need; they are the same for all microbatches."""
+    """The sources of all inputs of an operation of the given kind and stage; all microbatches have the same sources."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(

@@ -29,7 +29,7 @@ PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
 """Largest number of stages; the time to compute lower bounds grows with the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest total number of F, B and W in a schedule; planning the largest schedule takes a minute and some gigabytes."""
+"""Largest total number of F, B and W in a schedule; planning such a schedule takes a minute and gigabytes of memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Name of a kind -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -156,8 +156,8 @@ class Schedule:
     groups: tuple[int, ...] = ()
     """Stage -> number of groups into which the stage's layers are divided for recomputation; empty if each stage has
     one group. In a stage with several groups of layers, R (recomputation) recomputes the activations of the last group.
-    For each group of layers except the last, B first recomputes the activations of the group and then computes its
-    gradients."""
+    For each group of layers except the last, B first recomputes the activations of the group and then computes the
+    gradients of the group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:

@@ -74,7 +74,7 @@ class OpKind(str, Enum):
 
 
 class Place(Enum):
-    """The stage or rank that makes a result, relative to the stage of the operation that needs the result."""
+    """The stage or ranks of an operation; some values are relative to the stage of another operation."""
 
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
@@ -86,7 +86,7 @@ class Place(Enum):
     LAST_RANK = "last rank"
     """The rank of the last stage; in a V with two chunks a rank, the first stage is on the same rank."""
     ALL_RANKS = "all ranks"
-    """Every rank: a collective combines the results of all ranks, without messages from rank to rank."""
+    """Every rank; collectives, and not messages between two ranks, carry results from or to all ranks."""
 
 
 class Need(NamedTuple):
@@ -163,7 +163,7 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that allocates less because this kind allocates the rest, as F does before an R."""
+    """Kind of an earlier operation that allocates less if a microbatch has both operations; F if this kind is R."""
     waiting: str = "waiting_for_backward"
     """The field of `Bubble` that counts the time for which a rank waits for inputs of the operation."""
     in_order: str = ""
@@ -361,7 +361,7 @@ COMMUNICATION = SENDS | RECEIVES | frozenset(COLLECTIVES)
 VOCABULARY = frozenset(kind for kind, facts in KINDS.items() if facts.makes and facts.runs_on is not Place.SAME_STAGE)
 """The kinds of computations on vocabulary shards."""
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
-"""The kinds of operations of post-validation, STEP and VALIDATE."""
+"""The kinds of operations of post-validation: STEP and VALIDATE."""
 TIMES: Mapping[str, OpKind] = MappingProxyType(
     {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1 and facts.makes == (kind,)}
 )
@@ -369,7 +369,7 @@ TIMES: Mapping[str, OpKind] = MappingProxyType(
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
-"""The kinds of computations that can be run again because they add to no gradient, such as F and R."""
+"""The kinds of computations, such as F and R, that can be run again because they add to no gradient."""
 COPIES = frozenset(kind for kind, facts in KINDS.items() if facts.link)
 """The kinds of copies to and from the host, which occupy the host link and not the rank."""
 RESTORING = COPIES | {OpKind.R}

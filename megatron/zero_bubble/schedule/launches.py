@@ -54,7 +54,7 @@ class Streams:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs, self.times = schedule, costs, costs.times()
         self.validation = Stream(range(schedule.num_ranks))
-        """The stream of the all-reduces of the gradient norm, which STEP starts and the next VALIDATE waits for."""
+        """The stream of the all-reduces of the gradient norm; STEP starts one, and the next VALIDATE waits for it."""
         self.time_of_reduction = collective_time(costs)
         """Duration of the all-reduce of the global gradient norm."""
         self.collectives = Stream(range(schedule.num_ranks))
@@ -73,7 +73,7 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the rank posts sends or collectives on the stream; an iteration ends when they are complete."""
+        """Whether the rank posts sends or collectives on the stream; the end of an iteration waits for them."""
         self.num_posted = 0
 
 
@@ -88,7 +88,7 @@ class StreamLaunch(NamedTuple):
     computes: bool
     """Whether the launch is a computation on the compute stream, and not a send, a receive or a collective."""
     indices: dict[int, int]
-    """Microbatch -> index, on its stream, of the message that brings the input of the computation. A microbatch is in
+    """Microbatch -> index, on the stream, of the message that brings the input of the computation. A microbatch is in
     this mapping from the posting of its input message until its computation runs."""
 
 

@@ -25,14 +25,14 @@ from megatron.zero_bubble.schedule.streams import HardwareQueues
 RECEIVE_AHEAD = 1
 """Default number of computations between the posting of a receive and the consumer of the received tensor."""
 _NEGLIGIBLE = 0.001
-"""Relative increase of the makespan, caused by messages, above which `lower` tries other places for receives."""
+"""Relative increase of the makespan by NCCL's streams above which `lower` tries other places for receives."""
 
 
 @paused_collector()
 def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCosts | None = None) -> Schedule:
     """Add sends, receives and collectives to a schedule, in an order that NCCL can run.
 
-    Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
+    Every ordered pair of ranks (source, destination) has a channel for activations and gradients. A send comes right
     after the operation that makes the tensor. The receives of a channel are posted in the order of the channel's sends.
     A receive does not wait for its message; instead, the operation that uses the tensor waits for the message.
     Neighbouring stages on the same rank need no message. All ranks run the collectives of vocabulary shards in the same
@@ -42,14 +42,14 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     in a different order from the sends, some receives are posted more than `receive_ahead` computations before their
     consumers, so that the receives have the order of the sends. On GPUs with one hardware queue (see `streams`),
     receives that are posted `receive_ahead` computations before their consumers may cause a deadlock or a longer
-    makespan. If a simulation with one hardware queue deadlocks, or its makespan is longer than without NCCL's streams,
-    `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes deadlocks. Of all
-    tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware queue. A lowered
-    schedule deadlocks only if the schedule deadlocks even without communication.
+    makespan. If a simulation with one hardware queue deadlocks, or its makespan is longer than in a simulation without
+    NCCL's streams, `lower` also tries a second rule for the places of receives, `_between_makers`, which excludes
+    deadlocks. Of all tried schedules, `lower` returns the schedule with the shortest makespan on GPUs with one hardware
+    queue. A lowered schedule deadlocks only if the schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
-    VALIDATE.
+    the sender's VALIDATE.
 
     Lowering is idempotent, because `lower` first removes existing communication.
 
@@ -162,7 +162,7 @@ def _with_communication(
 ) -> Schedule:
     """Insert sends right after the operations that make their tensors, and receives and collectives at their places."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
-    """Rank -> operations to insert: (position of the computation before which to insert, sort keys, operation)."""
+    """Rank -> operations to insert: (position of the computation that follows, sort keys, operation)."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
         for number, (message, (before, turn)) in enumerate(zip(messages, channel_places, strict=True)):
             inserted[source].append((message.maker + 1, -2, 0, destination, number, message.send))
@@ -211,15 +211,14 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     As proof, consider a run of all computations, one at a time, in the serial order `order`. A receive is posted after
     the computation that makes the previous message of its channel, so that the receive blocks no launch of its own
     rank. A receive is posted before the computation that makes the next message of its channel, because the send of the
-    next message waits for the receive. By induction, each channel has at most one incomplete message at the start of a
-    computation if the computations run one at a time in the serial order. If a channel has an incomplete message at the
-    start of a computation, this message is the last message that was posted on the channel. Therefore, when a
+    next message waits for the receive. By induction, each channel has at most one incomplete message when a computation
+    of this run starts. The incomplete message is the last message that was posted on the channel. Therefore, when a
     computation starts, no earlier launch of the same rank still waits.
 
-    The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
-    the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is
-    posted earlier than the preferred place if a receive in the preferred place would delay the consumer of the tensor
-    or the next message of the channel.
+    The preferred place of a receive is `receive_ahead` computations before its consumer. If the rank reaches the
+    preferred place while the previous message of the channel is in flight, the receive is posted later. If a receive at
+    the preferred place would delay the consumer of the tensor or the next message of the channel, the receive is posted
+    earlier.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]

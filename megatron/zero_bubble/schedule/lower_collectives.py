@@ -83,8 +83,8 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    If a separate thread waits for a collective, a rank that joins the collective early delays none of its computations.
-    A rank that joins a collective late, at a place that `place_collectives` chose, delays all other ranks. With
+    If a separate thread waits for a collective, joining the collective early delays no computation of the rank. If a
+    rank joins a collective late, as `place_collectives` may choose, the result arrives late on all ranks. With
     `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
     collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
     or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
@@ -115,7 +115,7 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
-    """Position of the computation before which a rank should join a collective to keep the delay short.
+    """Position of the computation before which a rank should join a collective, chosen for the shortest delay.
 
     The position of the computation depends only on planned times, and not on the dependencies of the collective.
 

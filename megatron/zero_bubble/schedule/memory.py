@@ -13,13 +13,13 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 _ALLOCATES_LATER = {kind: facts.undoes_memory_of for kind, facts in KINDS.items() if facts.undoes_memory_of}
-"""Kind of operation -> kind of an earlier operation that allocates less because this operation allocates the rest."""
+"""Kind of operation -> kind of an earlier operation that allocates less if a microbatch has both operations: R -> F."""
 
 
 def memory_held(
     schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float] = ()
 ) -> Iterator[tuple[Op, float, float]]:
-    """Yield every compute operation of `rank`, the memory during the operation, and the memory after the operation.
+    """Yield (operation, memory during the operation, memory after the operation) for each compute operation of `rank`.
 
     An operation allocates memory at its start, and releases memory at its end.
 

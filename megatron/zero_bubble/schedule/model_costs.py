@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Maps the field of `StageCosts` with the time of an operation on a vocabulary shard to the number of collectives that
-run directly before or after the operation. A collective that carries at most one number for each token counts as half a
+"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives that run directly
+before or after the operation. A collective that carries at most one number for each token counts as half a
 collective."""
 
 Partition = tuple[int, ...]
@@ -166,6 +166,11 @@ class ModelCosts:
     def shard_work(self) -> float:
         """Time of a rank's operations on its vocabulary shard for one microbatch."""
         return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
+
+    @property
+    def embedding_work(self) -> float:
+        """Time of the embedding on a rank's vocabulary shard for one microbatch; zero without vocabulary shards."""
+        return self.shard.get("time_e", 0) if self.shard else 0
 
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.

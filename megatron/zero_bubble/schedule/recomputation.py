@@ -12,14 +12,14 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """Which microbatches of a schedule have an R (recomputation). If a microbatch has an R, its F drops activations."""
+    """The choice of the microbatches with an R (recomputation). If a microbatch has an R, its F drops activations."""
 
     NONE = "none"
     """No microbatch is recomputed: every F keeps its activations."""
     FULL = "full"
     """Every microbatch has an R (recomputation), unless the backward of the microbatch directly follows its F."""
     PLANNED = "planned"
-    """The planner chooses, within the memory limit, which microbatches have an R (recomputation)."""
+    """Within the memory limit, the planner chooses the microbatches with an R (recomputation)."""
 
     __str__ = str.__str__
 
@@ -49,9 +49,9 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. No choice of microbatches with an R, at least one on every
-    stage, needs less memory than the returned schedule. A model can therefore be measured even if its activations do
-    not fit in memory without recomputation.
+    A stage without an R gets an R for its first microbatch. The returned schedule has the lowest peak memory that is
+    possible with at least one R on every stage. A model can therefore be measured even if its activations do not fit in
+    memory without recomputation.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]

@@ -62,7 +62,7 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase, from the second on -> index, in the serial order, of the VALIDATE that first ends the previous
+        """Phase, from the second on -> index, in the serial order, of the first VALIDATE that ends the previous
         phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:

@@ -2,8 +2,9 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. A delay of the backwards by
-the time of one microbatch keeps one more microbatch in flight, and does not change the steady state of the schedule.
+stage waits for the output layer (S) of all ranks, so that the backwards of all stages start later. A delay of the
+backwards by the time of one microbatch keeps one more microbatch in flight, and does not change the steady state of the
+schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEAD = 2
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
-    """The time of all operations of one microbatch on the busiest rank."""
+    """The time of F, B, W and the operations on the vocabulary shard for one microbatch on the busiest rank."""
     return max(schedule.placement.sums([costs.work(stage) for stage in range(schedule.num_stages)]))
 
 

@@ -108,9 +108,10 @@ class _Step(NamedTuple):
 
     time: float
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of each needed result, if the rank only has to wait for the arrival of the results."""
+    """(slot, transit) of each needed result, if the rank only waits for the arrivals of the results; else empty."""
     waits: tuple[_Wait, ...]
-    """The needed results, if one of them is optional, of another microbatch, or in a message that occupies the rank."""
+    """The needed results, if one of them is optional, belongs to another microbatch, or comes in a message that
+    occupies the rank; else empty."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float

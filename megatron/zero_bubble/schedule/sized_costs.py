@@ -40,7 +40,8 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a microbatch of the usual size; a cost without an entry in `curves` is the same for every size.
+        usual: costs of a microbatch of the usual size. A cost without an entry in `curves` is the same for every size,
+            except `saved_bw`, which is proportional to the time of B plus W.
         curves: name of a field of `StageCosts` -> for every stage, the cost as a function of the size of a microbatch.
         inside: stage -> largest temporary memory of an operation as a function of the size of a microbatch; empty if no
             memory was measured.

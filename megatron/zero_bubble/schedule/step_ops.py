@@ -183,7 +183,7 @@ def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
 
 
 def num_forwards_before_validation(schedule: Schedule) -> int:
-    """The number of forward computations, such as F, R and E, that all ranks run again if the validation fails."""
+    """The total number of forward computations (such as F, R and E) that are run again if the validation fails."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
     return sum(op.kind in FORWARDS - COPIES for op in before)
 

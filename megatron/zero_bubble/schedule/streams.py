@@ -1,11 +1,11 @@
 """Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
-Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when two
-conditions hold: the compute stream of its rank has reached the point where the send or receive is posted, and the
-previous message of its channel is complete. A message starts when both its send and its receive have started, and is
-complete when its transfer time has passed. The computation that uses the message waits until the message is complete. A
-collective of vocabulary shards is simulated as a message in which every rank takes part; all collectives share one
-stream.
+Every ordered pair of ranks (source, destination) has a channel, and every channel has its own communicator and stream.
+A send or receive starts when two conditions hold: the compute stream of its rank has reached the point where the send
+or receive is posted, and the previous message of its channel is complete. A message starts when both its send and its
+receive have started, and is complete when its transfer time has passed. The computation that uses the message waits
+until the message is complete. A collective of vocabulary shards is simulated as a message in which every rank takes
+part; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order. With one queue, a launch that waits for earlier work of its
@@ -61,7 +61,7 @@ def run_on_streams(schedule: Schedule, costs: StageCosts, queues: HardwareQueues
 
     Raises:
         Deadlock: some ranks wait for each other forever.
-        InvalidSchedule: an operation needs a message that its rank has not posted.
+        InvalidSchedule: a rank has not posted the receive or collective that brings the input of an operation.
     """
     streams, links = Streams(schedule, costs), LinkTimes.of_ranks(schedule, costs)
     devices = [
@@ -100,7 +100,7 @@ def _deadlock(schedule: Schedule, devices: Sequence[_Device], queues: HardwareQu
 
 
 class _Device:
-    """A simulated GPU: runs the launches of one rank until a launch has to wait."""
+    """A simulated GPU, which runs the launches of one rank until a launch has to wait."""
 
     def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
         self._link = link

@@ -41,7 +41,7 @@ Lanes = tuple[tuple[TimedOp, ...], ...]
 
 
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
-    """The operations with their start and end times. For speed, `map` replaces a loop in Python."""
+    """The operations with their start and end times. `timed_ops` uses `map`, which is faster than a loop in Python."""
     return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
 
 
@@ -50,7 +50,7 @@ class Idle:
     """Idle time of all ranks as a fraction of (number of ranks x longest span): imbalance plus bubble rate."""
 
     imbalance: float
-    """Idle fraction due to the partition: idle time of ranks that have less work than the busiest rank."""
+    """Idle fraction due to the partition: (work of the busiest rank - mean work of a rank) / longest span."""
     bubble: float
     """Bubble rate: the idle fraction due to the schedule, (longest span - work of the busiest rank) / longest span."""
 
@@ -148,7 +148,7 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank: the time of an iteration if no rank waits for another between iterations."""
+        """The longest of all ranks' spans: the time of an iteration if no rank waits for another between iterations."""
         return max(self.spans)
 
     @property
@@ -198,5 +198,5 @@ class Timeline:
 
     @cached_property
     def peaks(self) -> tuple[PeakMemory, ...]:
-        """Rank -> peak memory of the rank's activations, and the first operation that reaches the peak memory."""
+        """Rank -> (peak memory of the rank's activations, first operation that reaches the peak memory)."""
         return peaks(self.schedule, self.costs, self.lengths)

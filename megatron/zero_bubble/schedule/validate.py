@@ -44,11 +44,13 @@ _Rows = dict[tuple[OpKind, int], list[int]]
 
 @paused_collector()
 def validate(schedule: Schedule) -> None:
-    """Check that a schedule can run and gives correct gradients, in time linear in the number of operations.
+    """Check that a schedule can run and gives correct gradients.
 
-    - A schedule is complete: every stage runs F once for every microbatch, and either BW or both B and W once. A
-      forward-only schedule has no backward. With vocabulary shards, every rank also runs the shard operations E, S, T
-      and EW once for every microbatch, and the last rank runs L (loss).
+    The check takes time linear in the number of operations. These are the rules of `validate`:
+
+    - A schedule is complete: for every microbatch, every stage runs F once, and runs either BW once or B and W once
+      each. A forward-only schedule has no backward. With vocabulary shards, every rank also runs the shard operations
+      E, S, T and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights (W,
       BW) in microbatch order, so that sums of gradients do not depend on the schedule, bit for bit.
     - An operation runs after the operations of the same rank that make its inputs. If a forward and a backward run as
@@ -58,7 +60,7 @@ def validate(schedule: Schedule) -> None:
       collectives of vocabulary shards in the same order.
     - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
       backward of a pair.
-    - STEP and VALIDATE are in places that `check_post_validation` allows.
+    - STEP and VALIDATE are at positions that `check_post_validation` allows.
     - The ranks do not deadlock. A lowered schedule does not deadlock on NCCL's streams, neither with one hardware queue
       nor with many.
 
@@ -116,8 +118,8 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 def _row_size(schedule: Schedule, rank: int) -> int:
     """The number of microbatches, from the first on, for which `_rows` records positions.
 
-    On a rank with n operations, a missing operation can be found among n + 1 microbatches, because at least one of
-    these microbatches has no operation.
+    If a rank has n operations, at least one of its first n + 1 microbatches has no operation. These microbatches
+    therefore suffice to find a missing operation.
     """
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
@@ -129,7 +131,7 @@ _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
 _MADE_IN_ORDER = {
     kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
 }
-"""Kind of operation -> results of the operation that must be made in microbatch order."""
+"""Kind of operation -> the operation's results that must be made in microbatch order."""
 _MAKERS = {
     result: sorted((kind for kind in KINDS if result in KINDS[kind].makes), key=lambda kind: -len(KINDS[kind].makes))
     for result in KINDS
@@ -181,7 +183,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that the results that an operation needs from its own rank are made before the operation."""
+    """Check that every operation runs after the operations of the same rank that make its inputs."""
     placement = schedule.placement
     for (kind, chunk), row in rows.items():
         if kind in COMMUNICATION:

@@ -86,7 +86,7 @@ def _window(flags: AliasFlags) -> list[int] | None:
 
 
 def check_window(first: int, last: int, flag: str) -> None:
-    """Raise `ValueError` unless `first` and `last` are a range of iterations, or both 0 for no profile."""
+    """Raise `ValueError` unless `first` to `last` is a range of iterations, or both are 0, which means no profile."""
     if not (1 <= first <= last or first == last == 0):
         raise ValueError(f"{flag} {first} {last}: give the first and the last iteration, counted from 1, or 0 0")
 

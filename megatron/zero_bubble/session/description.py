@@ -23,9 +23,9 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     The lines state the number of parameters, the share of deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: a module leaves to B a weight gradient that it could defer to W, and `--zero-bubble-no-strict` is
-            not set; or `unsplit_modules` finds any module, and `--zero-bubble-strict` is set. All ranks raise the
-            error.
+        ValueError: a module computes in B a weight gradient that it could defer to W, and `--zero-bubble-no-strict` is
+            not set. With `--zero-bubble-strict`, any module that `unsplit_modules` returns also raises the error. All
+            ranks raise the error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))

@@ -86,7 +86,8 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the first rank in `group`; a collective call.
 
-    The result is the median over several barriers, which all ranks leave at nearly the same moment.
+    The result is the median of several measurements. Each measurement follows a barrier, which all ranks leave at
+    nearly the same moment.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):
@@ -106,7 +107,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
-        wandb_run: a run of Weights & Biases, the module `wandb`, or None.
+        wandb_run: either the module `wandb` or a run of Weights & Biases; None without Weights & Biases.
     """
     if tensorboard is not None:
         for tag, value in scalars.items():
@@ -116,7 +117,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write the plan's picture and idle time by cause to TensorBoard and W&B, with `iteration` as the step."""
+    """Write a picture of the plan, and its idle time by cause, to TensorBoard and W&B as step `iteration`."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline
@@ -132,7 +133,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """Return TensorBoard tag -> idle time due to one cause, divided by (number of ranks x longest span)."""
+    """Return TensorBoard tag of a cause -> idle time due to this cause, divided by (number of ranks x longest span)."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole

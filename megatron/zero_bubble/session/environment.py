@@ -15,12 +15,12 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 
 
 def host_name(environment: Mapping[str, str]) -> str:
-    """The name of this machine; under Slurm, Slurm's name of the node."""
+    """The name of this machine; under Slurm, the name that Slurm gives the node."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def device_of_rank(local_rank: int, num_devices: int) -> int:
-    """Index of this process's device among the visible devices; Slurm may show each task only its own device."""
+    """Index of this process's device among the visible devices; 0 if Slurm shows the process only its own device."""
     return local_rank % num_devices
 
 
@@ -133,7 +133,7 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
 
 
 def environment_warnings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> list[str]:
-    """Warnings of one line each about environment variables that slow down a pipeline."""
+    """One-line warnings about environment variables that slow down a pipeline."""
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
     warnings = []

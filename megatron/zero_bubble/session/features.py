@@ -63,9 +63,9 @@ OFFLOAD_FLAG = "--zero-bubble-offload auto"
 
 
 def takes_makespan(flags: JobFlags, name: str) -> bool:
-    """Whether candidates for the schedule `name` are compared by their makespan, as `PlanRequest.takes_makespan` says.
+    """The value of `PlanRequest.takes_makespan` for the schedule `name`: True for `auto` or with planned recomputation.
 
-    Other named schedules keep their published orders. No published order has planned recomputation.
+    Other schedules keep their published order of operations. No published order has planned recomputation.
     """
     return name == "auto" or flags.recompute is Recompute.PLANNED
 
@@ -134,7 +134,7 @@ INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 
 def check_post_validation(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that post-validation does not support; the message has the reason."""
+    """Raise `ValueError` for a flag that post-validation does not support; the message states the reason."""
     if not flags.zero_bubble_post_validation:
         return
     refuse_with_features(flags, [Feature.POST_VALIDATION])
@@ -157,8 +157,7 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """Why the optimizer step of the first stage needs a result of the last stage; None if the step needs no result of
-    the last stage.
+    """The reason why the optimizer step of the first stage waits for the last stage's rank; None if it does not wait.
 
     Iterations cannot overlap if the first stage waits for the last stage.
     """

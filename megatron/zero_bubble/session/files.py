@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_file(path: str | Path) -> str:
-    """Return the text of a file; leave out the byte order mark that some editors write at the beginning of a file.
+    """Return the text of a file, without the byte order mark that some editors write at the beginning of a file.
 
     Raises:
         OSError: `path` cannot be read.

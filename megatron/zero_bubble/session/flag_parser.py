@@ -27,8 +27,8 @@ def flag(
         default: the value of the field if the flag is not given; with `dataclasses.MISSING`, the flag is required. If
             the default is a string, argparse converts this string in the same way as the text of the flag.
         names: additional names of the flag.
-        parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
-            the field determines the conversion.
+        parse: function that converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by
+            default the type of the field determines the conversion.
         options: further arguments of argparse's `add_argument`, such as `choices`, `nargs` and `metavar`; options that
             are None are left out. With `action="append"`, the user may repeat the flag, and the field is a list.
     """
@@ -85,7 +85,7 @@ def title_of(group: type) -> str:
 
 
 def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[Field[Any]]) -> None:
-    """For each of `entries`, which are fields of the dataclass `group`, add a flag to a parser's `section`."""
+    """Add a flag to the `section` of a parser for each of `entries`, which are fields of the dataclass `group`."""
     hints = get_type_hints(group)
     for entry in entries:
         _add(section, entry, hints[entry.name])

@@ -201,7 +201,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that has no effect because another flag, which it needs, is not given."""
+    """Raise `ValueError` for a flag that has no effect because a flag that it needs is not given."""
     rollback = ("zero_bubble_rollback", "zero_bubble_rollback_on_host")
     for entry in fields(ZeroBubbleFlags) if not flags.asks_for_schedule else ():
         if entry.name not in (*rollback, "zero_bubble_seed_by_layer") and getattr(flags, entry.name) != entry.default:
@@ -213,7 +213,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """Name and value of the flag that set the memory limit, as text for error messages."""
+    """Name and value of the flag that sets the memory limit, as text for error messages."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
@@ -74,6 +74,9 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     micro_batch_size: int = 1
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
+    step_batch_sizes: tuple[int, ...] | None = None
+    """Global batch sizes of `--step-batch-size-schedule`, ascending; None without the flag. Megatron-LM then sets
+    `global_batch_size` to the size of one microbatch on every replica."""
     train_iters: int | None = None
     """Iterations of the whole training; None if a script counts samples instead of iterations."""
     exit_interval: int | None = None
@@ -173,7 +176,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The flags and values that a profile records; a job that uses the profile may differ only in layout flags."""
+        """The flags and values that a profile records; only the layout flags may differ in a job that uses it."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 
@@ -183,8 +186,10 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property
-    def batch_sizes(self) -> range:
-        """All global batch sizes of the job's iterations: a single size unless `--rampup-batch-size` is given."""
+    def batch_sizes(self) -> Sequence[int]:
+        """All global batch sizes of the job's iterations, ascending; a single size unless a flag changes the size."""
+        if self.step_batch_sizes is not None:
+            return self.step_batch_sizes
         start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
         return range(start, self.global_batch_size + 1, increment)
 

@@ -83,14 +83,14 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The number of layers that flags set for the first and last rank, in a dictionary keyed by flag and value."""
+    """Text with a flag and its value -> number of layers that the flag sets for the first or the last rank."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """Partition if flags set the number of layers of the first or last rank (in a V, of the first or last stage)."""
+    """The partition for a given number of layers of the first or last rank (in a V, of the first or last stage)."""
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
         chunks, places, noun = 1, placement.num_stages, "stages"

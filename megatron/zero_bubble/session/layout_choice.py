@@ -40,7 +40,9 @@ SAVED_NAMES = (
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 """Names of the flags that must have the checkpoint's values if a job is to keep the checkpoint's layout."""
-_LIMITED_BY = ("zero_bubble_memory_limit", "world_size", "global_batch_size", "use_distributed_optimizer")
+_LIMITED_BY = (
+    *("zero_bubble_memory_limit", "world_size", "global_batch_size", "step_batch_sizes", "use_distributed_optimizer"),
+)
 """Names of the flags that must have the checkpoint's values if the checkpoint's memory limits are to hold."""
 
 
@@ -74,7 +76,7 @@ class LayoutChoice:
     request: PlanRequest
     """The `PlanRequest` that covers all layouts that the flags allow."""
     rehearsed: tuple[tuple[Plan, float], ...] = ()
-    """Each rehearsed plan (run for some steps before training) with its measured step time in ms, after scaling."""
+    """Pairs of a rehearsed plan and its measured and scaled step time in ms. A rehearsal runs some steps of a plan."""
 
     @property
     def is_megatrons_split(self) -> bool:
@@ -84,7 +86,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Step time of Megatron's layout and schedule; None if Megatron's layout is chosen or does not fit."""
+        """Predicted step time of Megatron's layout and schedule; None if this layout is chosen or does not fit."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -138,14 +140,14 @@ def choose_layout(
     """Choose a layout among the layouts that the flags allow, for the job's largest number of microbatches.
 
     Args:
-        free_bytes: free memory of a device before the model is built; None for no limit. is_quick: whether to plan with
-        little search effort. frees_layout: whether to search all layouts, even if Megatron's flags fix a layout.
-        host_rate: bytes copied per millisecond between device and host; None without offload. report: called repeatedly
-        during the search with a text about the progress.
+        free_bytes: free memory of a device before the model is built; None for no limit.
+        is_quick: whether to plan with little search effort.
+        frees_layout: whether to search all layouts, even if Megatron's flags fix a layout.
+        host_rate: bytes copied per millisecond between device and host; None without offload.
+        report: function that the search calls repeatedly with text about its progress.
 
     Raises:
-        ValueError: no layout fits in the memory.
-        ScheduleError: there are fewer layers than ranks.
+        ValueError: no layout fits in the memory, or there are fewer layers than ranks.
     """
     layers = tuple(replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
     model = replace(model, layers=layers, ties_output=not flags.untie_embeddings_and_output_weights)

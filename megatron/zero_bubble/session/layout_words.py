@@ -55,10 +55,10 @@ def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
-    """Text with the speed of each plan relative to the last plan: as measured in a short test run, and as predicted.
+    """Text with the measured and the predicted speed of each plan, relative to the last plan.
 
     Args:
-        rehearsed: pairs of a plan and its step time in milliseconds, which was measured in the test run and scaled.
+        rehearsed: pairs of a plan and its step time in milliseconds, which was measured in a short test run and scaled.
         usual: the layout of Megatron's flags.
     """
 

@@ -42,7 +42,7 @@ def element_bytes(args: Any) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes per parameter that a rank stores, and sends to other replicas, under a given ZeRO stage.
+    """Bytes per parameter that a rank stores, and bytes that it sends to other replicas, under a given ZeRO stage.
 
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In

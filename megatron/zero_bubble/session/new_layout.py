@@ -38,11 +38,11 @@ _LONGEST = 4000.0
 def new_choice(
     flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, units: tuple[UnitModels, Sequence[int]] | None = None
 ) -> ChosenLayout:
-    """On rank 0, search for the best layout and print it; send this layout to all ranks; a collective call.
+    """Search for the best layout on rank 0, print it there, and send it to all ranks; a collective call.
 
     On a CPU, a step with many messages or collectives may take longer than predicted, because ranks wait for cores.
-    Therefore, in a job on CPUs, all ranks rehearse (run for some steps) the best layouts with and without vocabulary
-    shards, and Megatron's split. After a rehearsal, the layout is chosen by the measured times.
+    Therefore, in a job on CPUs, all ranks rehearse the best layouts with and without vocabulary shards, and Megatron's
+    split: the ranks run each of these layouts for some steps. The layout is then chosen by the measured times.
 
     Args:
         costs: the costs of the embedding, of every layer and of the output.

@@ -107,7 +107,7 @@ def _draws_in_order(flags: JobFlags) -> bool:
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
-    """A log line if the memory limit changes the order of forwards and thus dropout; otherwise an empty string."""
+    """A log line if the memory limit changes the order of forwards and so the random numbers of dropout; else empty."""
     placement, size = schedule.placement, group_size(flags, schedule.placement)
     if placement.kind != "interleaved" or size is None or not _draws_in_order(flags):
         return ""
@@ -152,11 +152,14 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
     """Raise `ValueError` if the run has so many microbatches that planning its schedules would take minutes."""
     sizes, stages = flags.batch_sizes, plan.placement.num_stages
     # The formula of an arithmetic series, because adding up a long range takes too much time.
-    microbatches = len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
+    total = len(sizes) * (sizes[0] + sizes[-1]) // 2 if isinstance(sizes, range) else sum(sizes)
+    microbatches = total // (flags.micro_batch_size * flags.data_parallel_size)
     most = MAX_OPERATIONS // (3 * stages)
     if plan.given is None and microbatches > most:
         given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
         many = f"{microbatches} microbatches"
+        if flags.step_batch_sizes is not None:
+            given = f"--step-batch-size-schedule with sizes {' '.join(map(str, sizes))}"
         if flags.rampup_batch_size:
             given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
             many = f"iterations of every size, {many} in all,"

@@ -100,7 +100,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """Return the system with the fewest assumptions among all systems of equations with a unique solution."""
+        """Return the first system of equations from `_candidates` that has a unique solution."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:

@@ -27,7 +27,7 @@ class ProgressLines:
 
 @contextmanager
 def announced(name: str, num_microbatches: int) -> Iterator[None]:
-    """Context that prints a line if its block, which plans a schedule, takes longer than `SILENT_SECONDS`."""
+    """Context for planning a schedule; prints a line if the planning takes longer than `SILENT_SECONDS`."""
     line = f" > planning schedule {name} for {num_microbatches} microbatches ..."
     timer = Timer(SILENT_SECONDS, print, [line], {"flush": True})
     timer.daemon = True

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
-"""A module whose W is not deferred causes a warning if it has at least this share of a rank's parameters."""
+"""A module whose W is not deferred causes a warning if the module has at least this share of a rank's parameters."""
 _MOST_NAMED = 16
 """Largest number of replicas for which a log line lists how long each replica waited for other replicas."""
 
@@ -59,7 +59,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """A line with the share of the model's matrix-product weights for which W, instead of B, computes the gradient."""
+    """A line with the share of the model's matrix-product weights whose gradients are computed in W and not in B."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -98,7 +98,10 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """Times of embedding, output, a message and each kind of layer. Layers of a kind have equal costs and symbols."""
+    """Yield the times of each kind of layer, of the embedding, of the output and of a message, as text.
+
+    Layers of one kind have equal costs and equal symbols.
+    """
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"

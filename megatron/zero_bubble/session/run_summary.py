@@ -1,4 +1,4 @@
-"""Summarizes the measured and the predicted time of a training in one line, which is printed at the training's end."""
+"""Summarizes the measured and the predicted time of a training run in one line, printed at the end of the run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RunSummary:
     def record(
         self, iteration: int, milliseconds: float, measured: PipelineTime | None, prediction: Prediction | None
     ) -> None:
-        """Add the values of a log line after `iteration`: the means over the iterations since the last log line.
+        """Add the values of the log line after `iteration`: means over the iterations since the previous log line.
 
         Args:
             milliseconds: mean time of an iteration, the optimizer step included.
-            measured: mean time of an iteration's pipeline and its idle share; None if no iteration was measured.
+            measured: mean time and mean idle share of the pipeline in an iteration; None if no iteration was measured.
             prediction: the prediction of the plan that the iterations followed; None without a plan.
         """
         num_iterations, self._logged = iteration - self._logged, iteration

@@ -57,11 +57,11 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The job's forward-backward function, which runs schedules and, with `job.planning`, measures costs and replans.
+    """The job's forward-backward function, which runs schedules; with `job.planning`, it measures costs and replans.
 
     Args:
         iteration: the iteration after which the job begins.
-        write_plan: called on every rank with each plan from measured costs, after the plan is printed.
+        write_plan: function to call on every rank with each plan from measured costs, after the plan is printed.
     """
     assert job.plan is not None
     flags = job.flags
@@ -284,7 +284,7 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """Time for which each replica waited for other replicas since the last call; a collective call of the replicas.
+        """Time that each replica has waited for others since the last `take_waits`; a collective call of the replicas.
 
         `take_waits` returns None if no iteration has ended since the last call, or if there is only one replica.
         """

@@ -239,7 +239,7 @@ class Session:
             model: this rank's chunks, wrapped for data parallelism.
             optimizer: megatron-core's optimizer; None only if post-validation and averaging of replicas are off.
             iteration: number of iterations that were done before the run.
-            write_plan: called on every rank with each plan from measured costs, after the plan is printed.
+            write_plan: function to call on every rank with each plan from measured costs, after the plan is printed.
 
         Raises:
             ValueError: the model or the optimizer does not fit the settings.
@@ -290,7 +290,7 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the last iteration if flags ask for a drawing; a collective call of the ranks in rank 0's pipeline."""
+        """Draw the iteration that has just ended if flags ask for it; a collective call of rank 0's pipeline."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 
@@ -300,7 +300,7 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Validate the last optimizer step and, under hierarchical SGD, average the replicas; a collective call."""
+        """Validate the last optimizer step, and average the parameters under hierarchical SGD; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 

@@ -32,11 +32,11 @@ class JobSettings:
     Attributes:
         flags: the given flags, with the value of `--pipeline-model-parallel-layout` that the partition needs.
         plan: the `RunSchedules` that makes the schedules; None for megatron-core's own schedule.
-        placement: which rank holds which stages.
+        placement: the assignment of the stages to the ranks.
         partition: the number of layers of every stage, in model order.
-        planning: how the job measures costs and plans from costs; None if costs are neither measured nor given.
+        planning: options for measuring costs and planning from costs; None if costs are neither measured nor given.
         is_layout_open: whether partition, placement and chunks are still to be chosen.
-        hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
+        hierarchy: group sizes and periods for averaging replicas; None if replicas reduce gradients in every step.
     """
 
     flags: JobFlags

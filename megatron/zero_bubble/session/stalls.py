@@ -40,7 +40,7 @@ def check_stall_timeout(flags: JobFlags) -> None:
 
 
 def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: str) -> Watchdog | None:
-    """Start this rank's watchdog, in a collective call of all ranks; None if the flags turn the watchdog off."""
+    """Start and return this rank's watchdog; None if the flags turn it off. `open_watchdog` is a collective call."""
     timeout = stall_timeout(flags)
     if timeout == 0:
         return None
@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Name the likely causes of a hang: ranks that do not answer or, if all answer, ranks that wait for no message."""
+    """Name likely causes of a hang: ranks that do not answer, else ranks that wait for no message, else the network."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

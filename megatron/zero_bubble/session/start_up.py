@@ -69,7 +69,7 @@ def writing(flag: str, path: str | Path) -> Iterator[None]:
 def quiet_start_up() -> None:
     """Show megatron-core's warnings only once if every rank, or every split of a dataset, would repeat the warnings.
 
-    If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
+    megatron-core's warnings about missing packages and deprecated settings appear only on rank 0, and only with a GPU.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
     """
     told: set[str] = set()
@@ -122,11 +122,11 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 
 
 def report(program: str, error: Exception) -> int:
-    """Print the reason why the program ends, only once even if all ranks have the same reason; return the exit status.
+    """Print the reason why the program ends, and return the exit status.
 
-    Ranks above 0, and ranks that have lost their connection to another rank, sleep for some seconds before they print
-    their errors. Before a sleeping rank prints, torchrun usually notices that another rank has failed, and ends the
-    sleeping rank.
+    If all ranks have the same reason, usually only rank 0 prints the reason. Ranks above 0, and ranks that have lost
+    their connection to another rank, sleep for some seconds before they print their errors. Before a sleeping rank
+    prints, torchrun usually notices that another rank has failed, and ends the sleeping rank.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):

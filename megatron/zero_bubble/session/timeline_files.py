@@ -112,7 +112,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
 
 
 def idle_table(timeline: Timeline) -> str:
-    """The idle time of every rank by cause, in milliseconds."""
+    """Text of a table with every rank's idle time by cause, in milliseconds."""
     idle = causes(timeline)
     del idle["communication"]  # in a measured timeline communication is part of the waiting
     widths = [max(len(word), 10) for word in idle]

@@ -124,7 +124,7 @@ class Checkpointer:
         on_rank(0, lambda: check_complete(folder, read_metadata(folder)))
 
     def load(self) -> None:
-        """Load the newest checkpoint under `args.load`; a collective call.
+        """Load the checkpoint that the tracker file under `args.load` names; a collective call.
 
         Raises:
             ValueError: on every rank, if there is no checkpoint, or if the checkpoint is damaged or belongs to another

@@ -22,9 +22,9 @@ _MODEL_COMPUTATION = (
     *("use_rope_scaling", "moe_router_pre_softmax"),
 )
 """Flags that change a model's computation, but not its parameters; with `--finetune`, the values of the flags may
-differ from the checkpoint."""
+differ from the values in the checkpoint."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
-"""Optimizer -> flags whose values are part of the optimizer's state, so that loading the state would replace them."""
+"""Optimizer -> flags whose values are part of the optimizer's state; loading the state would replace the values."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
 """Flags that belong to the learning-rate schedule, but are missing in the state of the learning-rate scheduler."""
 _SCHEDULE_FLAGS = {

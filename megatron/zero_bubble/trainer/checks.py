@@ -106,7 +106,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
     ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
 )
-"""Conditions on flag values: each condition in words and as a function, and the flags that must meet the condition."""
+"""Conditions on flag values, as (condition in words, condition as a function, names of flags with this condition)."""
 
 
 def _check_ranges(args: Arguments) -> None:
@@ -135,7 +135,7 @@ _NEEDS: Mapping[tuple[str, str, Any], str] = {
     ("torch_fsdp2_no_reshard_after_forward", "use_torch_fsdp2", True): "",
     ("zero_bubble_reduce_every_microbatch", "use_torch_fsdp2", True): "",
 }
-"""(flag, other flag, value that the other flag must have if the first flag is given) -> reason."""
+"""(flag, other flag, value of the other flag that the first flag needs) -> reason, which may be empty."""
 
 
 def _check_needs(args: Arguments) -> None:

@@ -107,9 +107,9 @@ class CoreFlag(NamedTuple):
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
     convert: Callable[[Any], Any]
-    """Converts the flag's value, which must not be None, to the value of the field."""
+    """Converts the flag's value to the value of the field. The flag's value must not be None."""
     entry: tuple[Any, Any]
-    """Type of the flag's attribute, and the attribute's definition as a dataclass field."""
+    """(type of the flag's attribute, definition of the attribute as a dataclass field)."""
 
 
 def flag_groups(listed: Collection[str]) -> tuple[type, ...]:

@@ -118,7 +118,7 @@ def _by_split(num_samples: tuple[int, ...]) -> str:
 class Batch(NamedTuple):
     """The tensors of one microbatch on this rank's device; a tensor that the model chunk does not need is None.
 
-    In the shapes of the fields, s is `seq_length` divided by the context-parallel size.
+    In the shapes of the fields, b is the microbatch size, and s is `seq_length` divided by the context-parallel size.
     """
 
     tokens: torch.Tensor | None = None

@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.nn.functional import pad
 
 _SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths; the median length is a quarter of the largest."""
+"""Standard deviation of log(length of a mock document); the median length is a quarter of the largest length."""
 
 
 class DocumentDataset(GPTDataset):

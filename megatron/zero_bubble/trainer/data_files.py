@@ -137,7 +137,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a digest of at most 65 evenly spaced parts of `lengths` [num_sequences], including the last part."""
+    """Return a digest of `lengths` [num_sequences]: of its size, up to 64 evenly spaced parts, and the last part."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

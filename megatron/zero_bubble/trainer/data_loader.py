@@ -42,7 +42,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     names the worker. After a worker has failed, any other error inside the `with` block also becomes a `SessionError`
     that names the worker. The iterator does not install torch's SIGCHLD handler. When a worker ends, torch's SIGCHLD
     handler raises an error at an arbitrary instruction of the training process. The error that torch's SIGCHLD handler
-    raises can be lost, or can leave a lock acquired.
+    raises can be lost, or can leave a lock held.
     """
 
     def __init__(self, loader: DataLoader) -> None:

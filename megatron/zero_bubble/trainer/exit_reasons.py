@@ -83,7 +83,7 @@ class ExitReasons:
         return next((reason for reason, count in zip(self._reasons(), counts.tolist(), strict=True) if count), None)
 
     def _reasons(self) -> dict[str, bool]:
-        """Return whether each reason to stop training holds on this rank, in a dictionary with the reasons as keys."""
+        """Return reason to stop training -> whether the reason holds on this rank."""
         limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
         return {
             "SIGTERM": self._signal == signal.SIGTERM,

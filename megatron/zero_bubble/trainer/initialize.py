@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 
+from megatron.zero_bubble.mcore.batch_sizes import has_steps, ramp_as_steps
 from megatron.zero_bubble.mcore.placement import embedding_ranks
 from megatron.zero_bubble.mcore.unit_run import clear_losses
 from megatron.zero_bubble.schedule import Placement
@@ -56,8 +57,10 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_everything(args.seed)
-    batch_sizes = args.rampup_batch_size, args.global_batch_size, args.micro_batch_size
-    init_num_microbatches_calculator(args.rank, *batch_sizes, args.data_parallel_size)
+    ramp = args.rampup_batch_size
+    by_steps = {"step_batch_size_schedule": ramp_as_steps(ramp, args.global_batch_size)} if ramp and has_steps() else {}
+    sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    init_num_microbatches_calculator(args.rank, None if by_steps else ramp, *sizes, **by_steps)
     yield
     # After an error, the rank skips the rest, because other ranks may wait in a collective until torchrun ends them.
     dist.barrier()

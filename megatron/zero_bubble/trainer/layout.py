@@ -58,7 +58,8 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
     Call `settle_layout` in a `with initialized(...)` block, before the model is built. After the call, random states
     are the same as in a run that started with the chosen layout. A job that continues from a checkpoint keeps the
-    layout of the checkpoint if the flags allow this layout, so that the job has the losses of an uninterrupted job.
+    layout of the checkpoint if the flags allow this layout, so that the job has the same losses as an uninterrupted
+    job.
 
     Returns:
         The flags with the chosen layout.

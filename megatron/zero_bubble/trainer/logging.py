@@ -38,7 +38,7 @@ class StepResult:
     batch_size: int
     """Number of sequences in the iteration."""
     outcome: StepOutcome = _UNKNOWN
-    """Outcome of the optimizer step; the gradient norm is None in a skipped iteration, or without clipping in fp32."""
+    """Outcome of the optimizer step; the gradient norm is None if the step is skipped, or in fp32 without clipping."""
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     measured: PipelineTime | None = None
@@ -51,7 +51,7 @@ class StepResult:
     is_local: bool = False
     """Whether the replica took this step alone; the losses and the gradient norm then come from this replica only."""
     waits: Waits | None = None
-    """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
+    """Waiting times of the replicas since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None
     """Times and counts of steps with planned orders of microbatches, summed over the steps since the last log line."""
     mean_step: StepTime | None = None

@@ -191,8 +191,8 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flag that takes a number, or a list with one value for each layer -> function of (index of a layer, number) that
-converts the number to the layer's value."""
+"""Flag -> function of (index of a layer, number) that returns the layer's value. Each flag takes a list with one value
+for each layer, or a number that the function converts to these values."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:

@@ -15,7 +15,7 @@ _FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_
 
 
 def check_output(args: Arguments) -> None:
-    """Check the flags that name files and folders, and whether the output files and folders can be written.
+    """Check the flags that name files and folders, and check that the output files and folders can be written.
 
     Raises:
         ValueError: flags contradict each other, a package is missing, or a file or folder cannot be written.

@@ -65,7 +65,7 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 
 def without_first_load(args: Arguments) -> Arguments:
-    """Remove `--load` from the flags if `--load` and `--save` name the same folder, which has no checkpoint yet."""
+    """Remove `--load` from the flags if `--load` and `--save` name the same folder and it has no checkpoint yet."""
     if args.load is None or args.save is None or tracked(args.load) != "none":
         return args
     if Path(args.load).resolve() != Path(args.save).resolve():

@@ -35,8 +35,8 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file; a resumed run first removes all incomplete lines, and all lines of iterations after
-            `iteration`, from the file.
+        path: path of the file. A resumed run first removes from the file all incomplete lines and all lines of
+            iterations after `iteration`.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 

@@ -78,7 +78,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A tokenizer of the `tokenizers` library that, like megatron-core's, adds no special tokens to a text."""
+    """A tokenizer of the `tokenizers` library. Like megatron-core's tokenizers, it adds no special tokens to a text."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()

@@ -8,12 +8,12 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Fewest rounds, and fewest measured iterations per training, after which the benchmark recommends a schedule."""
+"""Minimum number of rounds, and of measured iterations per training, for the benchmark to recommend a schedule."""
 _MIB = 2**20
 
 
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
-    """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
+    """Return a text that recommends a schedule, with its speedup over every other schedule and its memory.
 
     In each round, the benchmark trains once under every schedule. The speedup of one schedule over another is the
     median, over all rounds, of the ratio of their speeds in the round. A schedule other than megatron-core's 1F1B is
@@ -66,6 +66,6 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
 
 
 def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Whether the 95% confidence interval of the speedup of `best` over `other` lies entirely above 1."""
+    """Return whether the 95% confidence interval of the speedup of `best` over `other` lies entirely above 1."""
     interval = bootstrap_interval(best.ratios_to(other))
     return interval is not None and interval[0] > 1

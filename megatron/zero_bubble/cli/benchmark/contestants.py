@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule for a training with --zero-bubble, so that the training chooses its layout at start-up."""
+"""Value of --schedule for a training with --zero-bubble alone, which chooses its layout at start-up."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -34,7 +34,7 @@ class Contestant:
     schedule: str | None
     """Name under which this project simulates the schedule; None if the training chooses its schedule."""
     measures_costs: bool = False
-    """Whether the costs in the training's profile are also valid for other schedules with the same placement."""
+    """Whether the training writes a profile, whose costs are valid for all schedules with the same placement."""
     is_required: bool = True
     """Whether a failure of this schedule ends the benchmark; otherwise the benchmark leaves the schedule out."""
     spreads_vocabulary: bool = False
@@ -120,7 +120,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return megatron-core's interleaved schedule, `chunks` chunks a rank; the benchmark leaves it out if it fails."""
+    """Return megatron-core's interleaved schedule with `chunks` chunks a rank; a failure does not end the benchmark."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

@@ -30,12 +30,12 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
     writes nothing, evaluates nothing, and stops after the last measured iteration. Trainings under megatron-core's
     schedules get no zero-bubble flags. The training under a zero-bubble schedule gets `--zero-bubble` if the user's
-    flags name no schedule. A Megatron-LM script runs under `python -m megatron.zero_bubble` with every schedule, also
-    with megatron-core's schedules.
+    flags name no schedule. A Megatron-LM script runs under `python -m megatron.zero_bubble` with every schedule,
+    including megatron-core's schedules.
 
     Args:
-        num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many data-parallel replicas as
-            fit on the GPUs, but at least one.
+        num_devices: number of GPUs of this machine, 0 without CUDA. Without --world-size, the training has as many
+            data-parallel replicas as fit on the GPUs, but at least one.
 
     Raises:
         ValueError: the training would refuse its flags, the training has one pipeline rank, or the script is not a

@@ -27,7 +27,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
-"""(placement, whether the vocabulary is sharded) -> measured costs of the stages."""
+"""Measured costs of the stages, by placement and by a flag that is True for a sharded vocabulary."""
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:

@@ -63,7 +63,7 @@ def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
     """Read a script's flags into `ScriptArguments`, and skip every flag that has no field in `ScriptArguments`.
 
     Raises:
-        ValueError: a flag does not allow a comparison of schedules, or the value of a flag has the wrong type.
+        ValueError: a flag makes a comparison of schedules impossible, or the value of a flag has the wrong type.
     """
     for name, reason in _REFUSED.items():
         if name in words:

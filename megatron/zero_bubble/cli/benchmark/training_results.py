@@ -106,7 +106,7 @@ class TrainResult:
         return median(self.ratios)
 
     def ratios_to(self, other: TrainResult) -> list[float]:
-        """For every round, the speedup of this schedule over the schedule `other` in the same round."""
+        """Return, for every round, the speedup of this schedule over the schedule `other` in the same round."""
         return self._ratios(other.rounds)
 
     def _ratios(self, rounds: Iterable[float]) -> list[float]:
@@ -165,10 +165,11 @@ def _or_dash(value: T | None, text: Callable[[T], str]) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return a line for each schedule but the baseline: its losses' largest relative difference from the baseline's.
+    """Compare the losses of every schedule with the losses of the baseline; return a line for each comparison.
 
-    The losses come from the trainings of the last round. The log of a training shows each loss as the mean over a
-    logging interval, with seven digits.
+    A line shows the largest relative difference between two losses of the same iteration. The losses come from the
+    trainings of the last round. The log of a training shows each loss as the mean over a logging interval, with seven
+    digits.
 
     Args:
         results: one result for each schedule, with the baseline first.

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
-"""The check passes only if B and W together take at most this many times as long as the fused backward."""
+"""Maximum of (time of B + time of W) / (time of the fused backward); above this maximum, the check fails."""
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 

@@ -42,7 +42,7 @@ class StagedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` has copied the collective's results to the original tensors."""
+        """Return whether `wait` has copied the collective's results to the original tensors."""
         return not self._copies
 
     def result(self) -> Any:
@@ -83,6 +83,6 @@ def _tensors_inside(argument: Any) -> list[torch.Tensor]:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` in host memory, once the device has computed the tensor."""
+    """Wait until the device has computed `tensor`, and return a copy of the tensor in host memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor.detach())

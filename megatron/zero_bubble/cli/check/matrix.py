@@ -30,7 +30,7 @@ _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile
 """Flags that plan a schedule but keep the reference training's layout, so that numerics can be compared bitwise."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""With these flags, results do not depend on which ranks sum gradient norms and draw random numbers."""
+"""Flags that disable gradient clipping and dropout, because both depend on the placement of the stages."""
 _TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 _EXPERTS = (
     *(*_PP2_DP2, "--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-router-topk", "2"),

@@ -68,4 +68,4 @@ SIZES = {
     ),
     "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
 }
-"""Models of which a middle stage is measured: models of the zero-bubble paper (Qi et al. 2024), and a tiny model."""
+"""Models for the measurement of a stage: models of the zero-bubble paper (Qi et al. 2024), and a tiny model."""

@@ -31,7 +31,7 @@ class Backend:
     """A communication backend, with the environment variables and flags that the backend needs."""
 
     name: str
-    """Name of the backend: `nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
+    """Name of the backend: `nccl`, `gloo`, or `host`, which sends all tensors through host memory over gloo."""
     one_queue: bool = False
     """Whether the device has one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
 
@@ -40,7 +40,7 @@ class Backend:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment variables, defaults for missing ones, and the setting for one queue."""
+        """Return the ranks' environment: this process's variables, some defaults, and the setting for one queue."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -57,7 +57,7 @@ class Ended:
     seconds: float
     error: str | None = None
     log: str = ""
-    """The end of the ranks' logs if the training failed."""
+    """The last characters of each rank's log if the training failed."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class StageProfile:
     """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Kind of operation -> measured times: of F, B and W with a split backward, of BW with a fused backward."""
+    """Measured times of each kind of operation: F, B and W with a split backward, and BW with a fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
     """Largest temporary memory of an operation: memory that is in use neither before nor after the operation."""
@@ -136,7 +136,7 @@ class MiddleStage:
 def make_stage(
     args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
 ) -> MegatronStage:
-    """Return the stage that a pipeline rank runs in training, but with the same input batches on every rank."""
+    """Return the `MegatronStage` of a pipeline rank for one step, with the same random batches on every rank."""
     batches = _batches(args, device)
     call = StepCall(
         forward_step_func=make_forward_step(args),

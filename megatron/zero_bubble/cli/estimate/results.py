@@ -65,7 +65,8 @@ class Results:
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
-    """The layout that a job would choose without Megatron's layout flags; None if the job has no such flags."""
+    """The layout that a job would choose without Megatron's layout flags; None if the job has no such flags, or no
+    layout is possible."""
     remedies: Sequence[Remedy] = ()
     """Estimates with other layouts and with recomputation; empty if one of the job's schedules fits in memory."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Estimates the memory and the throughput of one schedule, and the layout that a training would choose."""
+"""Estimates the memory and the throughput of one schedule, or of the layout that a training would choose."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class LayoutEstimate(Estimate):
 
     choice: LayoutChoice = field(kw_only=True)
     layout_flags: Mapping[str, Any] = field(kw_only=True)
-    """Name -> value of the flags that fix the layout; the value None means that the flag is not given."""
+    """Names and values of the flags that fix the layout; the value None means that the flag is not given."""
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
         layout = self.choice.plan.layout

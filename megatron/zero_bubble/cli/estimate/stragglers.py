@@ -30,7 +30,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _STEPS, _DRAWN_STEPS = 8192, 4
 Times = Sequence[Sequence[float]]
-"""For each step, the time of each replica's computation; a replica that does not straggle takes 1."""
+"""Computation times of all replicas in each step; the time of a replica that does not straggle is 1."""
 
 
 def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[ReplicaStep]]:

@@ -139,7 +139,7 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return an error message, and the flag that the message names or, if it names none, the flag to change."""
+    """Return the message of an error, and the flag that the message is about."""
     message = one_line(error)
     if named := re.match(r"arguments? --([\w-]+):? (.*)", message):
         return {"error": named[2], "flag": named[1]}

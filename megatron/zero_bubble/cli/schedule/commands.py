@@ -127,7 +127,7 @@ def draw(flags: DrawFlags) -> None:
 
 
 def prove(flags: ValidateFlags) -> None:
-    """Validate a schedule before and after lowering, and print how many operations and messages it has."""
+    """Validate a schedule before and after lowering, and print its numbers of operations and messages."""
     schedule, _ = source(flags)
     validate(schedule)
     lowered = schedule if schedule.is_lowered else lower(schedule)

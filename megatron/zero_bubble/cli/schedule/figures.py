@@ -205,7 +205,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors: B and W may release up to this share of M_B more memory than F allocates."""
+"""Tolerance for rounding errors, in units of M_B: B and W may release this much more memory than F allocates."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {

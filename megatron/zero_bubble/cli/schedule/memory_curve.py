@@ -37,7 +37,7 @@ _PARTS = (0.8, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class _Curve:
-    """A schedule's results under every memory limit that allows a plan; with --dial, for plans of the kind `way`."""
+    """A schedule's figures under every memory limit that allows a plan; with --dial, `way` is the key in `WAYS`."""
 
     name: str
     schedule: str
@@ -89,7 +89,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 def _points(
     flags: CurveFlags, name: str, limits: Sequence[float], *, takes_makespan: bool
 ) -> dict[float, ScheduleFigures]:
-    """Return, by memory limit, the figures of the best plan that was found for this limit or for a lower limit."""
+    """Return the figures of the best plan under each memory limit; plans for lower limits are candidates as well."""
     points: dict[float, ScheduleFigures] = {}
     best: ScheduleFigures | None = None
     for limit in limits:

@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP = 76, 60, 82
 CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
-"""Width in pixels that is left free on an operation next to its label."""
+"""Width in pixels that the label of an operation leaves free."""
 _SHORTEST_WITH_LABEL = 0.1
 """Labels of operations shorter than this fraction of the longest operation do not affect the width of a drawing."""
 
@@ -64,7 +64,7 @@ class Drawing:
 
     @cached_property
     def start(self) -> float:
-        """Time at which the first operation of any rank starts."""
+        """The earliest start of an operation."""
         return min((lane[0].start for lane in self.timeline.lanes if lane), default=0)
 
     def x(self, time: float) -> float:
@@ -145,7 +145,7 @@ class Drawing:
         return LEFT + RIGHT + self.duration * (scales[-(len(scales) // 10) - 1] if scales else 0)
 
     def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
-        """Yield (kind, time of an operation, width of its label at font size 1)."""
+        """Yield (kind, duration, width of the label at font size 1) of each operation that may have a label."""
         timed = (op_time for lane in self.timeline.lanes for op_time in lane if op_time.op.kind not in POST_VALIDATION)
         timed = (op_time for op_time in timed if op_time.end > op_time.start)
         return (
@@ -179,7 +179,7 @@ class Options(TypedDict, total=False):
     width: int | None
     """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Duration shown in the width, by default the makespan; drawings of equal width and duration share a scale."""
+    """Duration that the width represents, by default the makespan; equal widths and durations give equal scales."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:

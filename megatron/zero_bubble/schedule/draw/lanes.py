@@ -51,7 +51,7 @@ def lanes(drawing: Drawing) -> Iterator[str]:
 
 
 def style(drawing: Drawing) -> str:
-    """CSS that shows and hides the SVG elements from the function `lanes` while the pointer is over an operation."""
+    """CSS that shows the arrows of the microbatch under the pointer, and dims all other microbatches."""
     microbatches = range(drawing.timeline.schedule.num_microbatches)
     shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
     return (
@@ -131,7 +131,7 @@ def _is_mark(op: Op, start: float, stop: float) -> bool:
 
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """Yield the marks of STEP, VALIDATE and operations that take no time, drawn over the other operations of a row."""
+    """Yield the marks of STEP, VALIDATE and operations that take no time, except D, H and the forwards of pairs."""
     in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
         if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):

@@ -53,7 +53,7 @@ def schedule_to_grid(schedule: Schedule) -> str:
     """Write a schedule as a grid for a terminal, with a line for each rank.
 
     Raises:
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
     """
     rows, narrow = _grid_cells(schedule)
     longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -70,7 +70,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     """Write a schedule as CSV: two lines with the schedule's name, placement and number of microbatches, then the grid.
 
     Raises:
-        Deadlock: some ranks wait for each other for ever.
+        Deadlock: some ranks wait for each other forever.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

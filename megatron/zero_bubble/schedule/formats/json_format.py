@@ -112,10 +112,10 @@ def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] =
 
 
 def parsed(text: str, wanted: str) -> dict[str, Any]:
-    """Parse JSON of the format `wanted` in a known version.
+    """Parse JSON of the format `wanted` in a version from 1 to `VERSION`.
 
     Raises:
-        ScheduleError: the text is not JSON of the format `wanted` in a known version.
+        ScheduleError: the text is not JSON of the format `wanted`, or its version is not from 1 to `VERSION`.
     """
     try:
         document = json.loads(text, parse_int=short_integer)

@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 _KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
-"""(letters, whether the operation is the backward of a pair) -> kind of operation."""
+"""(letters, True for the backward of a pair, else False) -> kind of operation."""
 _STARTED = {"REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
 _LEFT_OUT = {"UNSHARD", "RESHARD"} | _STARTED | {f"WAIT_{word}" for word in _STARTED}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
@@ -36,8 +36,8 @@ class _Action(NamedTuple):
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     """Write a schedule as CSV for PyTorch's `_load_csv`.
 
-    PyTorch reads the CSV of a schedule with communication as "compute_comms", and the CSV of a schedule without
-    communication as "compute_only".
+    The argument `format` of `_load_csv` must be "compute_comms" for a schedule with communication, and "compute_only"
+    for a schedule without communication.
 
     Raises:
         ScheduleError: the schedule has an operation for which PyTorch's CSV has no letters, such as STEP, or recomputes

@@ -26,8 +26,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 def split_backward(schedule: Schedule, delay: int) -> Schedule:
     """Split every BW into a B at the same position and a W; on rank r (from 0), W comes `delay` * r backwards later.
 
-    After its last B, a rank runs its remaining W. When rank r starts a forward, at most `delay` * r microbatches have
-    completed B but not W.
+    After its last B, a rank runs its remaining W. When rank r starts a forward, at most `delay` * r completed B still
+    lack their W.
 
     Args:
         schedule: schedule with fused backwards (BW).
