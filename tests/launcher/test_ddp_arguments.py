@@ -47,6 +47,7 @@ class Configuration:
     num_buckets: int
     bucket_size: int | None = None
     delay_wgrad_compute: bool = False
+    align_param_gather: bool = True
 
     def __post_init__(self) -> None:
         assert self.bucket_size is None, "Cannot specify both num_buckets and bucket_size"
@@ -58,7 +59,8 @@ def test_a_bucket_size_that_follows_from_a_number_of_buckets_is_kept() -> None:
     config.bucket_size = 1000
     call = Call(lambda ddp_config: ddp_config, inspect.signature(lambda ddp_config: None).bind(config))
     defer_in_ddp(call)
-    assert vars(call.proceed()) == {"num_buckets": 5, "bucket_size": 1000, "delay_wgrad_compute": True}
+    changed = {"delay_wgrad_compute": True, "align_param_gather": False}
+    assert vars(call.proceed()) == {"num_buckets": 5, "bucket_size": 1000, **changed}
     assert not config.delay_wgrad_compute
 
 

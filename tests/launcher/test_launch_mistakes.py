@@ -17,11 +17,13 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.launcher import script_choice, script_settings
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import settle_layout, validate_arguments
 from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launch import environment
 from tests.launcher.launched import launch
@@ -125,8 +127,8 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             (
                 settings,
                 {"iterations_to_skip": [3], **changed},
-                f"{flag} does not work with --iterations-to-skip 3: Megatron-LM skips iterations of one model chunk a "
-                "rank: leave one of them out",
+                f"{flag} does not work with --iterations-to-skip 3, which Megatron-LM supports with one model chunk a "
+                "rank only: leave one of them out",
             )
             for settings, changed, flag in (
                 ({"schedule": "interleaved-1f1b"}, {}, "--zero-bubble-schedule interleaved-1f1b"),
@@ -141,11 +143,30 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             )
         ),
         (
+            {"schedule": "interleaved-1f1b"},
+            {"multiple_validation_sets": True},
+            "--zero-bubble-schedule interleaved-1f1b does not work with --multiple-validation-sets, which Megatron-LM "
+            "supports with one model chunk a rank only: leave one of them out",
+        ),
+        (
             {},
             {"moe_paged_stash": True},
-            "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it records the order of operations of "
+            "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it needs the order of operations of "
             "megatron-core's own schedule",
         ),
+        (
+            {},
+            {"overlap_moe_expert_parallel_comm": True, "ep_overlap_early_attn_memory_release": True},
+            "--ep-overlap-early-attn-memory-release does not work with --zero-bubble-schedule zb-h1: it needs the "
+            "order of operations of megatron-core's own schedule",
+        ),
+        (
+            {"post_validation": True},
+            {"rerun_mode": "report_stats"},
+            "--zero-bubble-post-validation does not work with --rerun-mode report_stats: it takes every step twice; "
+            "use disabled",
+        ),
+        ({"seed_by_layer": True}, {"rerun_mode": "report_stats"}, None),
         (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": True},
@@ -180,6 +201,58 @@ def test_settings_are_refused_before_megatron_lm_validates_them(
     assert (error is None) == bool(validated)
     if error is not None:
         assert str(error.value) == line
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_under_post_validation_megatron_lm_runs_no_step_again(
+    post_validation: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the optimizer would take the step of an iteration with a loss that is not finite twice."""
+    flags = LaunchFlags(zero_bubble_schedule="zb-h1", zero_bubble_post_validation=post_validation)
+    script = script_arguments(rerun_mode="validate_results")
+    validate_arguments(flags, Call(vars, inspect.signature(lambda args: None).bind(script)))
+    assert script.rerun_mode == ("disabled" if post_validation else "validate_results")
+    assert ("--rerun-mode validate_results is set to disabled" in capsys.readouterr().out) is post_validation
+
+
+@pytest.mark.parametrize(
+    ("placement", "refused"), [(Placement("linear", 4), False), (Placement("v", 4, 2), True)], ids=["linear", "V"]
+)
+def test_a_layout_of_several_chunks_is_not_restored_where_iterations_are_skipped(
+    placement: Placement, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = script_arguments(iterations_to_skip=[5], load="saved")
+    monkeypatch.setattr(script_choice, "_saved_choice", mock.Mock())
+    session = mock.Mock(job=mock.Mock(placement=placement))
+    with pytest.raises(SessionError) if refused else contextlib.nullcontext() as error:
+        assert settle_layout(settings, mock.Mock(), session, mock.Mock(), {})
+    if error is not None:
+        assert str(error.value) == (
+            "--load saved, whose layout has 2 model chunks a rank, does not work with --iterations-to-skip 5, which "
+            "Megatron-LM supports with one model chunk a rank only: leave one of them out"
+        )
+
+
+def test_a_local_checkpoint_alone_records_no_layout() -> None:
+    manager = mock.Mock(find_latest=lambda: 7)
+    setup = {"checkpointing_context": {"local_checkpoint_manager": manager}}
+    with pytest.raises(SessionError, match=r"^--non-persistent-ckpt-type local: .*: give the flags that the first job"):
+        settle_layout(script_arguments(), None, mock.Mock(), mock.Mock(), setup)
+
+
+def test_the_batch_sizes_of_a_job_follow_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's arguments then have one microbatch on every replica as global batch size."""
+    monkeypatch.setattr(script_settings, "sizes_of_steps", lambda text, seq_length: (8, 32))
+    job = flags_of(script_arguments(global_batch_size=1, step_batch_size_schedule="0:8 1M:32"), LaunchFlags())
+    assert list(job.batch_sizes) == [8, 32]
+    assert job.most_microbatches == 32
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_ramp_that_megatron_core_ignores_is_not_planned_for(ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_settings, "has_steps", lambda: ignored)
+    job = flags_of(script_arguments(rampup_batch_size=["2", "2", "100"]), LaunchFlags())
+    assert list(job.batch_sizes) == ([8] if ignored else [2, 4, 6, 8])
 
 
 def test_chunks_of_a_script_that_builds_one_are_refused() -> None:

@@ -50,6 +50,25 @@ def test_a_script_that_fine_tunes_does_not_continue_the_checkpoint(folder: Path)
     assert not checkpoint_of(folder, finetune=True).is_continued
 
 
+def test_a_step_needs_no_tracker_file(folder: Path) -> None:
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    assert ScriptCheckpoint.of(Namespace(load=str(folder))) is None
+    assert checkpoint_of(folder, ckpt_step=4).other_format == "torch"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpoints_that_are_not_persistent_are_found_and_have_shards(tmp_path: Path, elsewhere: bool) -> None:
+    newer = tmp_path / ("elsewhere" if elsewhere else "saved/non_persistent")
+    newer.mkdir(parents=True)
+    (newer / "latest_checkpointed_iteration.txt").write_text("4\n")
+    settings = {"load": str(tmp_path / "saved"), "non_persistent_global_ckpt_dir": str(newer) if elsewhere else None}
+    assert ScriptCheckpoint.of(Namespace(**settings)) is None
+    found = ScriptCheckpoint.of(Namespace(**settings, non_persistent_ckpt_type="global", ckpt_format="torch"))
+    assert found is not None
+    assert found.is_continued
+    assert found.other_format is None
+
+
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
 def test_the_files_tell_the_format(folder: Path, kind: str) -> None:
     given = {"ckpt_format": kind, "ckpt_step": None}
@@ -69,6 +88,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", training)
     monkeypatch.setattr(script_checkpoint, "jointly", lambda action: action())
     return reads
+
+
+def test_arguments_are_not_read_from_a_local_checkpoint(folder: Path, reads: mock.Mock) -> None:
+    """Megatron-LM needs the whole model for that; the persistent checkpoint of the training has the same layout."""
+    reads.side_effect = lambda given, load_arg: (given, given)
+    for kind, expected in (("local", None), ("global", "global")):
+        arguments = checkpoint_of(folder, non_persistent_ckpt_type=kind).arguments
+        assert arguments is not None
+        assert arguments.non_persistent_ckpt_type == expected
 
 
 PLACEMENTS = {

@@ -17,7 +17,7 @@ from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags, spread_layers
-from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.reports import print_line
 from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def switch_off_reruns(script: Namespace) -> None:
     """
     if getattr(script, "rerun_mode", None) == "validate_results":
         script.rerun_mode = "disabled"
-        print_rank_0(f" > {Feature.POST_VALIDATION.value}: --rerun-mode validate_results is set to disabled")
+        if getattr(script, "rank", 0) == 0:  # before process groups exist
+            print_line(f" > {Feature.POST_VALIDATION.value}: --rerun-mode validate_results is set to disabled")
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor
 
+_STEPS = "StepBatchsizeNumMicroBatchesCalculator"
+"""Class of megatron-core, from 0.18 on, that reads the schedule."""
+
 
 def has_steps() -> bool:
     """Whether the installed megatron-core changes batch sizes by steps; it then ignores `--rampup-batch-size`."""
     from megatron.core import num_microbatches_calculator
 
-    return hasattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator")
+    return hasattr(num_microbatches_calculator, _STEPS)
 
 
 def sizes_of_steps(text: str, seq_length: int | None) -> tuple[int, ...]:
@@ -23,9 +26,13 @@ def sizes_of_steps(text: str, seq_length: int | None) -> tuple[int, ...]:
     Raises:
         ValueError: an entry of the text is not a pair THRESHOLD:SIZE.
     """
-    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+    from megatron.core import num_microbatches_calculator
 
-    return tuple(sorted({size for _, size in StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, seq_length)}))
+    try:
+        steps = getattr(num_microbatches_calculator, _STEPS)._parse_schedule(text, seq_length)
+    except ValueError as error:
+        raise ValueError(f"--step-batch-size-schedule {text}: {error}") from error
+    return tuple(sorted({size for _, size in steps}))
 
 
 def ramp_as_steps(ramp: Sequence[int], largest: int) -> str:
