@@ -141,6 +141,15 @@ def test_zero_bubble_flags_after_the_dashes_reach_no_baseline_and_a_quote_replac
     assert trained.zero_bubble_post_validation
 
 
+@pytest.mark.parametrize("chunks", [f"{CHUNKS_FLAG} 3", f"{CHUNKS_FLAG}=3"])
+def test_a_schedules_own_number_of_chunks_is_kept(chunks):
+    model = ["--num-layers", "6", *TINY[2:]]
+    given = read_flags(BenchmarkFlags, [*SIZE, "--schedule", f"interleaved-zb {chunks}", "--", *model], "", "")
+    _, ours = gather(given, False, ()).contestants
+    assert ours.words == ("--zero-bubble-schedule", "interleaved-zb", *chunks.split())
+    assert ours.placement == Placement("interleaved", 2, 3)
+
+
 @pytest.mark.parametrize(
     ("flags", "has_megatrons", "has_torchs"),
     [((), False, False), (("--peers",), True, True), (("--peers", "megatron-core"), True, False)],

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.fully_sharded import whole
 from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.start_up import SessionError, writing
 
 _BEGIN = '{"iteration": '
@@ -69,7 +70,7 @@ class NumericsLog:
                 "a resumed job adds lines to the previous job's file: give that file or a new file"
             )
         kept = [line for line, of in zip(lines, iterations, strict=True) if of is not None and of <= iteration]
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        write_file(self._path, "".join(f"{line}\n" for line in kept))
 
     def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
         """Append one iteration's line to the file of `--log-numerics`; a collective call.

@@ -112,7 +112,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     try:
         chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
         placement = placement_for(name, flags.pipeline_size, chunks)
-        if placement.kind == "interleaved" and CHUNKS_FLAG not in more:
+        if placement.kind == "interleaved" and CHUNKS_FLAG not in names_in(more):
             words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
@@ -128,7 +128,8 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 def _chunks_in(words: Sequence[str]) -> int | None:
     """Return the number of model chunks per rank from a training's flags; None if the flags give no number."""
-    value = next((after for before, after in pairwise(words) if before == CHUNKS_FLAG), "")
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    value = next((after for before, after in pairwise(apart) if before == CHUNKS_FLAG), "")
     return int(value) if value.isdigit() else None
 
 

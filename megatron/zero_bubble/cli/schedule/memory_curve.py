@@ -146,7 +146,9 @@ def _sentences(
 ) -> Iterator[str]:
     """Yield sentences about the fastest plan, plans that need less memory, and curves left out for lack of costs."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
-    yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
+    drops = fastest.schedule.recomputes or fastest.schedule.offloads
+    keeping = "" if drops else " keeping everything"
+    yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name}{keeping}, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
     for limit in dict.fromkeys(nearest):
         timed = [(curve.name, curve.points[limit].iteration_time) for curve in curves if limit in curve.points]
