@@ -160,7 +160,7 @@ def as_one_rank() -> Iterator[None]:
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
-    """Measure all units of the model; a collective call, because all ranks must run each unit equally often.
+    """Measure all units of the model. This is a collective call: all ranks run each unit the same number of times.
 
     Each round runs every unit of the model once, so that a temporary slowdown of the device affects all units. The
     operations of `run_measured` start with cold caches, as in training.

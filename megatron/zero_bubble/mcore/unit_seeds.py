@@ -41,7 +41,7 @@ _DEFAULT = "default-rng"
 
 
 class _UnitKind(IntEnum):
-    """Kind of a unit of the model; the seeds of a unit depend on the number of the unit's kind."""
+    """The kind of a unit of the model; the integer value of the kind enters the unit's seeds."""
 
     EMBEDDING = 0
     LAYER = 1

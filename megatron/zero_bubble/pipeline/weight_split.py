@@ -2,7 +2,7 @@
 
 A split layer runs its own forward and records the autograd graph of this forward apart from the model's graph. B runs
 the backward of the layer's graph for the gradient of the input only, and W runs the backward of the layer's graph for
-the gradients of the parameters only. Autograd itself computes and adds up the gradients of B and W, so that these
+the gradients of the parameters only. Autograd itself computes and accumulates the gradients in B and W. Therefore, the
 gradients are bitwise equal to the gradients of an unsplit backward.
 
 A module that implements `DefersWeightGradients` splits its backward into B and W itself.

@@ -65,8 +65,8 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
     """The best plan of each `Layout.combination` (layout without partition), and the plan of the layout `usual`.
 
     The plans of a combination are compared with the combination's fastest plan. Among the plans that take at most
-    `ALIKE` times as long, the plan with the most even partition is the best. The factor `ALIKE` keeps small errors of
-    measured costs from changing the choice.
+    `ALIKE` times as long, the plan with the most even partition is the best. The factor `ALIKE` keeps small errors in
+    the measured costs from changing the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

@@ -73,7 +73,7 @@ class Portfolio:
         self.problem, self.aim = problem, problem.aim
         self.budget = _budget_of(problem)
         self.plans: list[PlannedOrders] = []
-        """The best plans so far, the best first, all of different costs."""
+        """The best plans so far, the best first; no two plans have the same cost."""
 
     @property
     def best(self) -> PlannedOrders:

@@ -35,9 +35,9 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
     """Return a copy of `planned` with the measured times of operations; memory and message times do not change.
 
-    A kind of operation that did not run keeps its planned time. If R did not run, the time of R changes in proportion
-    to the time of F. If a stage ran BW but no B, the times of B and W and the time that BW saves keep their planned
-    proportions to each other.
+    A kind of operation that did not run keeps its planned time, except R: the planned time of an R that did not run is
+    scaled by the same factor as the time of F. If a stage ran BW but no B, the times of B and W and the time that BW
+    saves keep their planned proportions to each other.
 
     Args:
         planned: the costs from which the schedule was planned.

@@ -58,7 +58,7 @@ class Streams:
         self.time_of_reduction = collective_time(costs)
         """Duration of the all-reduce of the global gradient norm."""
         self.collectives = Stream(range(schedule.num_ranks))
-        """The stream of the collectives of vocabulary shards."""
+        """The stream that runs the collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
 
     def channel(self, source: int, destination: int) -> Stream:

@@ -59,7 +59,7 @@ def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | Non
 
     Args:
         rehearsed: pairs of a plan and its step time in milliseconds, which was measured in a short test run and scaled.
-        usual: the layout of Megatron's flags.
+        usual: the layout that Megatron's flags give.
     """
 
     def name(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule import Idle
 class RunSummary:
     """Averages the times in the log lines since the last plan.
 
-    The first log line after a plan is left out, because its time includes the planning.
+    The first log line after planning is omitted, because its time includes the planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.

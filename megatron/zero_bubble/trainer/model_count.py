@@ -165,8 +165,8 @@ def flops_of_sequence(args: Arguments) -> float:
 def attention_kernel(args: Arguments) -> AttentionKernel:
     """Return the attention kernel that training with the flags `args` uses; `args` must have all defaults filled in.
 
-    Transformer Engine has no fused attention kernel in fp32. For grouped queries, torch has no fused
-    attention kernel if the mask is explicit or the precision is fp32.
+    Transformer Engine has no fused attention kernel in fp32. For grouped-query attention, torch has no fused kernel if
+    the mask is a tensor or the precision is fp32.
     """
     half = element_bytes(args) == 2
     if args.transformer_impl == "transformer_engine":
