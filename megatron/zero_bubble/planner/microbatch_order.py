@@ -60,8 +60,9 @@ def order_microbatches(
 ) -> MicrobatchOrder:
     """Search for the order of a step's microbatches that minimizes the time of a schedule.
 
-    The search first tries orders by size: rising, falling, and with the largest microbatches in the middle or at the
-    ends. The search then tries random changes of the best order. Equal arguments give equal results.
+    The search first tries four orders by size: ascending, descending, with the largest microbatches in the middle, and
+    with the largest microbatches at both ends. The search then tries random changes of the best order. Equal arguments
+    give equal results.
 
     Args:
         schedule: a schedule without post-validation, lowered or not.

@@ -48,9 +48,9 @@ class States:
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
     mixed precision a parameter takes 2 bytes; a gradient takes 2 bytes, or 4 if gradients accumulate in fp32. Adam's
     state of a parameter takes 12 bytes (an fp32 copy and two moments), or less with `--use-precision-aware-optimizer`.
-    SGD has one moment, or none without momentum; other optimizers count as Adam. A sharded optimizer may have several
-    instances (groups of data-parallel ranks); each instance divides the whole state among the ranks of the instance.
-    Post-validation with a snapshot on the device keeps the optimizer's state twice.
+    SGD keeps one moment with momentum, and none without; every other optimizer is counted as Adam. A sharded optimizer
+    may have several instances (groups of data-parallel ranks); each instance divides the whole state among the ranks of
+    the instance. Post-validation with a snapshot on the device keeps the optimizer's state twice.
     """
 
     parameter: int

@@ -61,7 +61,7 @@ def write_site(folder: Path, pyodide: Path) -> None:
 
 
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
-    """Let Node write a snapshot of Python's memory, from which Python starts in the browser without any import.
+    """Let Node.js write a snapshot of Python's memory after all imports, from which Python starts in the browser.
 
     A copy of the snapshot is kept in Pyodide's folder, which a wheel of this package contains.
     """
