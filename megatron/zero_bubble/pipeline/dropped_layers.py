@@ -92,7 +92,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """Autograd function of a checkpointed layer; the forward runs again in R, or in B if R restores only later layers."""
+    """Autograd function of a checkpointed layer; the forward repeats in R, or in B if R restores only later layers."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
