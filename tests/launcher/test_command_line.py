@@ -207,11 +207,6 @@ def test_groups_of_too_few_microbatches_are_refused_before_the_script_starts(sch
         check_script_arguments(LaunchFlags(zero_bubble_schedule=schedule), arguments, {"WORLD_SIZE": "2"})
 
 
-def test_a_restart_within_the_process_is_refused_before_megatron_lm_could_run_the_refusal_again() -> None:
-    with pytest.raises(SessionError, match=r"^--inprocess-restart does not work with --zero-bubble: connections"):
-        check_script_arguments(LaunchFlags(zero_bubble=True), ["--inprocess-restart"], {})
-
-
 def test_enable_takes_the_flags_by_name():
     flags = flags_from_keywords("zb-h1", True, {"timeline": "out", "profile_iters": [1, 2]})
     assert flags == LaunchFlags(

@@ -21,7 +21,7 @@ from megatron.zero_bubble.launcher import script_choice, script_settings
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.run import Run
-from megatron.zero_bubble.launcher.script_choice import settle_layout, validate_arguments
+from megatron.zero_bubble.launcher.script_choice import refuse_restarts, settle_layout, validate_arguments
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.start_up import SessionError
@@ -237,15 +237,23 @@ def test_a_local_checkpoint_alone_records_no_layout() -> None:
     manager = mock.Mock(find_latest=lambda: 7)
     setup = {"checkpointing_context": {"local_checkpoint_manager": manager}}
     with pytest.raises(SessionError, match=r"^--non-persistent-ckpt-type local: .*: give the flags that the first job"):
-        settle_layout(script_arguments(), None, mock.Mock(), mock.Mock(), setup)
+        settle_layout(script_arguments(load="new"), None, mock.Mock(), mock.Mock(), setup)
+
+
+def test_a_restart_within_the_process_is_refused_where_megatron_lm_would_wrap_the_training() -> None:
+    script = script_arguments(inprocess_restart=True)
+    call = Call(pytest.fail, inspect.signature(lambda train, args: None).bind(None, script))
+    with pytest.raises(SessionError, match=r"^--inprocess-restart does not work with --zero-bubble: connections"):
+        refuse_restarts(call)
 
 
 def test_the_batch_sizes_of_a_job_follow_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-LM's arguments then have one microbatch on every replica as global batch size."""
-    monkeypatch.setattr(script_settings, "sizes_of_steps", lambda text, seq_length: (8, 32))
-    job = flags_of(script_arguments(global_batch_size=1, step_batch_size_schedule="0:8 1M:32"), LaunchFlags())
-    assert list(job.batch_sizes) == [8, 32]
-    assert job.most_microbatches == 32
+    monkeypatch.setattr(script_settings, "sizes_of_steps", lambda text: (6, 8, 32))
+    given = {"global_batch_size": 4, "data_parallel_size": 4, "step_batch_size_schedule": "0:6 1M:8 2M:32"}
+    job = flags_of(script_arguments(**given), LaunchFlags())
+    assert list(job.batch_sizes) == [8, 32]  # 6 is from a time with fewer replicas
+    assert job.most_microbatches == 8
 
 
 @pytest.mark.parametrize("ignored", [False, True])

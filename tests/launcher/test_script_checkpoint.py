@@ -43,6 +43,9 @@ def test_a_pretrained_checkpoint_is_loaded_if_load_has_none(folder: Path, tmp_pa
     assert not pretrained.is_continued
     assert str(checkpoint_of(folder, pretrained_checkpoint=str(folder))) == f"--load {folder}"
     assert ScriptCheckpoint.of(Namespace(load=None)) is None
+    # A step does not make Megatron-LM prefer a --load without a tracker file.
+    (tmp_path / "new").mkdir()
+    assert str(ScriptCheckpoint.of(Namespace(**vars(script), ckpt_step=4))) == str(pretrained)
 
 
 def test_a_script_that_fine_tunes_does_not_continue_the_checkpoint(folder: Path) -> None:

@@ -47,6 +47,6 @@ def test_the_sizes_of_megatron_lms_flag_are_sorted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator", Steps, raising=False)
     assert has_steps()
-    assert sizes_of_steps("0:8 64:16 128:4 256:16", 16) == (4, 8, 16)
+    assert sizes_of_steps("0:8 64:16 128:4 256:16") == (4, 8, 16)
     with pytest.raises(ValueError, match=r"^--step-batch-size-schedule x: no pair$"):
-        sizes_of_steps("x", None)
+        sizes_of_steps("x")

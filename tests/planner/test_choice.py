@@ -42,6 +42,7 @@ def plan(layout: Layout, time: float, *, recomputes: bool = False) -> Plan:
         ([(V, 102.5), (SHARDS, 100)], None, V),  # shards have to gain more
         ([(EVEN, 102.1), (INTERLEAVED, 101.9), (V, 100)], EVEN, V),  # a simpler layout has to gain as much
         ([(V, 103.1), (SHARDS, 102), (SHARDS_IN_V, 100)], None, SHARDS_IN_V),
+        ([(EVEN, 103.01), (V, 101.95), (SHARDS_IN_V, 100)], EVEN, EVEN),  # neither V nor shards gain enough
         ([(V, 104), (SHARDS, 100)], None, SHARDS),
         ([(UNEVEN, 99.8), (EVEN, 100)], None, EVEN),  # partitions that differ by less than costs do
         ([(UNEVEN, 99), (EVEN, 100)], None, UNEVEN),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divide_pattern, flags_of
-from megatron.zero_bubble.mcore.refusals import refuse_with_schedule
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.environment import check_num_ranks
@@ -151,12 +150,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     Raises:
         SessionError: the script's numbers of ranks, stages, layers or microbatches contradict each other.
     """
-    given_names = {argument.split("=")[0] for argument in arguments}
-    if "--inprocess-restart" in given_names:
-        # Refused here, because Megatron-LM would run a refusal inside of the restarted function again and again.
-        with users_mistakes():
-            refuse_with_schedule(Namespace(inprocess_restart=True), "--zero-bubble")
-    if given_names.intersection(_READ_ELSEWHERE):
+    if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return
     with users_mistakes():
         shape, _ = take_flags(_ShapeFlags, (_ShapeFlags,), arguments)

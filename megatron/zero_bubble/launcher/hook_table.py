@@ -14,7 +14,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
-from megatron.zero_bubble.launcher.script_choice import validate_arguments
+from megatron.zero_bubble.launcher.script_choice import refuse_restarts, validate_arguments
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
 from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -59,6 +59,11 @@ class ScriptHooks:
 
     def _layout_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that choose the layout of the model, and give this layout to the model's configuration."""
+        yield Hook(
+            "megatron.training.inprocess_restart:inprocess_restart(args)",
+            "refuses restarts within the process, before a refusal could itself be restarted",
+            refuse_restarts,
+        )
         yield Hook(
             "megatron.training.arguments:validate_args(args)",
             "refuses unsupported settings; allows uneven stages if zero bubble chooses the layout or padding is set",
@@ -135,7 +140,7 @@ class ScriptHooks:
             )
 
     def _step_hooks(self) -> Iterator[Hook]:
-        """Yield the hooks that run a training step, and extend the training log line."""
+        """Yield the hooks that run a training step, extend the training log line, and print a summary at the end."""
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func()",
             "returns a function that runs the zero-bubble schedule",

@@ -38,17 +38,14 @@ class ScriptCheckpoint:
     @classmethod
     def of(cls, script: Namespace) -> ScriptCheckpoint | None:
         """Return the checkpoint that the script arguments `script` name; None if the script loads no checkpoint."""
-        for name in ("load", "pretrained_checkpoint"):
-            if not (folder := getattr(script, name, None)):
-                continue
-            found = cls(script, name)
-            newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
-            has_newer = (
-                getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
-            )
-            if found._iteration is not None or has_newer:
-                return found
-        return None
+        load, pretrained = (getattr(script, name, None) for name in ("load", "pretrained_checkpoint"))
+        is_pretrained = pretrained and not (load and Path(load, _TRACKER).is_file())
+        if not (folder := pretrained if is_pretrained else load):
+            return None
+        found = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
+        newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
+        has_newer = getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
+        return found if found._iteration is not None or has_newer else None
 
     def __str__(self) -> str:
         return f"{flag_name(self.name)} {getattr(self.script, self.name)}"

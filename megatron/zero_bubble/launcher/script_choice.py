@@ -16,7 +16,7 @@ from megatron.zero_bubble.launcher.script_settings import (
     chunks_asked,
     divide_pattern,
     flags_of,
-    needs_one_chunk,
+    one_chunk_flag,
     refuse_chunks,
     refuse_script_settings,
     switch_off_reruns,
@@ -25,7 +25,7 @@ from megatron.zero_bubble.launcher.script_settings import (
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
-from megatron.zero_bubble.mcore.refusals import works_with
+from megatron.zero_bubble.mcore.refusals import refuse_with_schedule, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -46,7 +46,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """When `validate_args` is called, refuse unsupported arguments, and allow stages with unequal numbers of layers.
 
     Stages with unequal numbers of layers are allowed if zero bubble chooses the layout, or with
-    `--allow-padding-num-layers`.
+    `--allow-padding-num-layers`. Under post-validation, reruns of iterations are switched off.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
     layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets two of the script's arguments
@@ -74,6 +74,13 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     if is_layout_open(job):
         vars(script).update(before)
     return result
+
+
+@users_mistakes()
+def refuse_restarts(call: Call) -> Any:
+    """When `inprocess_restart` is called, refuse `--inprocess-restart`."""
+    refuse_with_schedule(call["args"], "--zero-bubble")
+    return call.proceed()
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
@@ -111,7 +118,7 @@ def settle_layout(
         if (num_chunks := session.job.placement.num_chunks) > 1:
             refuse_chunks(script, f"--load {script.load}, whose layout has {num_chunks} model chunks a rank,")
         return True
-    if checkpoint is None and _has_local_checkpoint(setup):
+    if checkpoint is None and getattr(script, "load", None) and _has_local_checkpoint(setup):
         raise SessionError(
             "--non-persistent-ckpt-type local: there is a local checkpoint, but --load has no checkpoint that records "
             "the layout: give the flags that the first job printed below its table of layouts"
@@ -129,7 +136,7 @@ def settle_layout(
         raise SessionError(
             f"{asking}: the script's model_provider has no parameter vp_stage, which several chunks need"
         )
-    has_chunks = builds_chunks and needs_one_chunk(script) is None
+    has_chunks = builds_chunks and one_chunk_flag(script) is None
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:

@@ -89,7 +89,7 @@ def _batch_sizes(script: Namespace) -> dict[str, Any]:
     if steps is not None:
         return {
             "rampup_batch_size": None,
-            "step_batch_sizes": sizes_of_steps(steps, getattr(script, "seq_length", None)),
+            "step_batch_sizes": sizes_of_steps(steps),
         }
     return {"rampup_batch_size": None if ramp is None or has_steps() else [int(size) for size in ramp]}
 
@@ -118,7 +118,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     asked_for = f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
     refuse_with_schedule(script, asked_for)
     refuse_with_features(script, [feature for feature, is_used in in_use.items() if is_used])
-    if (asking := chunks_asked(flags)) is not None:
+    if one_chunk_flag(script) is not None and (asking := chunks_asked(flags)) is not None:
         refuse_chunks(script, asking)
 
 
@@ -131,14 +131,14 @@ def refuse_chunks(script: Namespace, asking: str) -> None:
     Raises:
         SessionError: the script's arguments allow only one model chunk a rank.
     """
-    if (given := needs_one_chunk(script)) is not None:
+    if (given := one_chunk_flag(script)) is not None:
         raise SessionError(
             f"{asking} does not work with {given}, which Megatron-LM supports with one model chunk a rank only: leave "
             "one of them out"
         )
 
 
-def needs_one_chunk(script: Namespace) -> str | None:
+def one_chunk_flag(script: Namespace) -> str | None:
     """Return the script's flag that allows only one model chunk a rank, and its value; None without such a flag."""
     if skipped := getattr(script, "iterations_to_skip", None):
         return f"--iterations-to-skip {' '.join(map(str, skipped))}"

@@ -16,12 +16,11 @@ def has_steps() -> bool:
     return hasattr(num_microbatches_calculator, _STEPS)
 
 
-def sizes_of_steps(text: str, seq_length: int | None) -> tuple[int, ...]:
+def sizes_of_steps(text: str) -> tuple[int, ...]:
     """Return the different global batch sizes of a `--step-batch-size-schedule`, in ascending order.
 
     Args:
         text: the value of the flag, such as "0:768 250B:1536".
-        seq_length: number of tokens of a sequence; None if the flag's thresholds are numbers of sequences.
 
     Raises:
         ValueError: an entry of the text is not a pair THRESHOLD:SIZE.
@@ -29,7 +28,7 @@ def sizes_of_steps(text: str, seq_length: int | None) -> tuple[int, ...]:
     from megatron.core import num_microbatches_calculator
 
     try:
-        steps = getattr(num_microbatches_calculator, _STEPS)._parse_schedule(text, seq_length)
+        steps = getattr(num_microbatches_calculator, _STEPS)._parse_schedule(text, None)
     except ValueError as error:
         raise ValueError(f"--step-batch-size-schedule {text}: {error}") from error
     return tuple(sorted({size for _, size in steps}))

@@ -8,8 +8,6 @@ Before the first step, no receives are posted, so that nothing can hang. The war
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.multi_token import forget_losses
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -60,7 +59,8 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
         if stage.rank != stage.placement.rank_of(0):
             rehearsal.exchange(Op(OpKind.TOKENS, 0))
         rehearsal.run_on_shard(Op(OpKind.E, 0))
-    with _results_unchecked():
+    # Megatron-LM's checks would count the warm-up's loss as the first loss of the step.
+    with replaced(RerunStateMachine, "validate_result", lambda *_, **__: None):
         for chunk in range(len(chunks)):
             _compute_microbatch(rehearsal, store, chunk)
         if shard is not None:
@@ -77,17 +77,6 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
         iterator.rewind()
     forget_losses()
     clear_aux_losses_tracker()
-
-
-@contextmanager
-def _results_unchecked() -> Iterator[None]:
-    """Hide losses from Megatron-LM's checks, which would count the warm-up's loss as the first loss of the step."""
-    machine = get_rerun_state_machine()
-    machine.validate_result = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del machine.validate_result  # the method of the class again
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:

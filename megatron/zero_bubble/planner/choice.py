@@ -22,9 +22,9 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
     A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. The factor is `SHARDING_GAIN` if
     the fastest plan has vocabulary shards and the other plan has none. The plan of the layout `usual` is chosen if the
-    shorter of the plan's time and `usual_time` is close to the time of the fastest plan. If no plan of the layout
-    `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans that are close to
-    the fastest plan.
+    shorter of the plan's time and `usual_time` is close to the time of the fastest plan. Otherwise, the plan with the
+    simplest layout is chosen among the close plans that are faster than the layout `usual` by the factor `SIMPLER` and,
+    with vocabulary shards, faster than all plans without by the factor `SHARDING_GAIN`.
 
     Args:
         plans: one or more plans; several plans may have the same `Layout.combination`, and differ in their partition.
@@ -54,7 +54,7 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
     without_shards = min((plan.time for plan in ordered if not plan.layout.vocabulary_parallel), default=inf)
     close = [plan for plan in ordered if is_close(plan)]
     if not any(plan.layout == usual for plan in close):
-        close = [plan for plan in close if gains(plan)] or close
+        close = [plan for plan in close if gains(plan)] or [plan for plan in ordered if plan.layout == usual]
     chosen = min(close, key=lambda plan: (plan.layout != usual, plan.layout.complexity))
     others = {plan.layout.combination: plan for plan in reversed(ordered)}
     others.pop(chosen.layout.combination)

@@ -76,6 +76,8 @@ class Prediction:
     """Time of a step of megatron-core's own schedule; None to predict the time from the costs of the run's layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
+    interlocks: bool = False
+    """Whether a rank begins the next iteration while other ranks are still in this iteration (post-validation)."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -92,6 +94,11 @@ class Prediction:
         return self.timeline.makespan
 
     @property
+    def time(self) -> float:
+        """Predicted time of an iteration: the longest span of a rank if iterations interlock, else the makespan."""
+        return self.timeline.cost if self.interlocks else self.milliseconds
+
+    @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Rank -> predicted peak memory of activations, in bytes."""
         return self.timeline.peak_memory
@@ -100,26 +107,22 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is `megatrons.milliseconds`, scaled to the measured costs, divided by the
-        predicted makespan. The scale factor is the time of F, B and W in the measured costs divided by
-        `megatrons.work`. Without `megatrons`, the speedup is the makespan of 1F1B divided by the makespan of the
-        predicted schedule or, with post-validation, by the longest span of a rank in the predicted schedule. Each rank
-        has the same layers in both schedules. Under full recomputation 1F1B recomputes every microbatch in its
-        backward; otherwise 1F1B keeps all activations. In 1F1B the time of the operations on vocabulary shards is part
-        of the backwards.
+        If `megatrons` is given, the speedup is `megatrons.milliseconds`, scaled to the measured costs, divided by
+        `time`. The scale factor is the time of F, B and W in the measured costs divided by `megatrons.work`. Without
+        `megatrons`, the speedup is the makespan of 1F1B divided by `time`; each rank has the same layers in both
+        schedules. Under full recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all
+        activations. In 1F1B the time of the operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
             times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout
             over = _KEEPS[self.recompute] if is_same else "1F1B on Megatron's split"
-            return Gain(times / self.milliseconds, over, is_over_other_layout=not is_same)
+            return Gain(times / self.time, over, is_over_other_layout=not is_same)
         costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
         one_f_one_b = generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches)
         baseline = simulate(one_f_one_b, costs, lengths=self.lengths)
-        timeline = self.timeline
-        time = timeline.cost if self.schedule.has_post_validation else timeline.makespan
-        return Gain(baseline.makespan / time, _KEEPS[self.recompute])
+        return Gain(baseline.makespan / self.time, _KEEPS[self.recompute])
 
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:

@@ -267,7 +267,8 @@ class Replanner:
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict the time and the memory of a schedule from the current profile."""
-        return Prediction(self._known_profile(), schedule, self._plan.recompute, self.megatrons)
+        interlocks = self._plan.request.post_validation
+        return Prediction(self._known_profile(), schedule, self._plan.recompute, self.megatrons, interlocks=interlocks)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times of operations again; plan again if the times have changed by more than the threshold."""

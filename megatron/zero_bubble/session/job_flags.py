@@ -189,7 +189,9 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     def batch_sizes(self) -> Sequence[int]:
         """All global batch sizes of the job's iterations, ascending; a single size unless a flag changes the size."""
         if self.step_batch_sizes is not None:
-            return self.step_batch_sizes
+            step = self.micro_batch_size * self.data_parallel_size
+            # Sizes for fewer replicas may remain in the schedule of a job that has got more replicas.
+            return [size for size in self.step_batch_sizes if size % step == 0] or self.step_batch_sizes
         start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
         return range(start, self.global_batch_size + 1, increment)
 

@@ -54,11 +54,12 @@ class RunSummary:
         gain = prediction.gain
         # Operations that take longer than predicted are assumed to take longer under 1F1B, too. The time outside of the
         # pipeline, such as the optimizer's time, is the same under both schedules.
-        work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
-        other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
+        span = prediction.timeline.cost  # `in_pipeline` is the mean of the longest spans of a rank, too
+        work, predicted_work = in_pipeline * (1 - bubble), span * (1 - prediction.idle.bubble)
+        other = gain.times * prediction.time * work / predicted_work + milliseconds - in_pipeline
         line = (
             f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each, "
-            f"{in_pipeline:.1f} ms of it in the pipeline, {prediction.milliseconds:.1f} predicted; "
+            f"{in_pipeline:.1f} ms of it in the pipeline, {span:.1f} predicted; "
             f"bubble rate {bubble:.2%} measured, {prediction.idle.bubble:.2%} predicted; "
             f"{gain.over} is predicted to take {other:.1f} ms, {other / milliseconds:.3f} times as long"
         )

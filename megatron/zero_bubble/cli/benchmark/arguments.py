@@ -58,6 +58,11 @@ def names_in(words: Sequence[str]) -> set[str]:
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
+def values_apart(words: Sequence[str]) -> list[str]:
+    """Return the command line `words` with two words in place of each word such as `--name=value`."""
+    return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
 def _quoted_words(text: str) -> list[str]:
     try:
         words = shlex.split(text)

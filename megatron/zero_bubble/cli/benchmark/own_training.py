@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
-from megatron.zero_bubble.cli.benchmark.arguments import ALIASES, CHUNKS_OR_GROUPS, PROG, BenchmarkFlags, parted
+from megatron.zero_bubble.cli.benchmark.arguments import (
+    ALIASES,
+    CHUNKS_OR_GROUPS,
+    PROG,
+    BenchmarkFlags,
+    parted,
+    values_apart,
+)
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
 from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
@@ -42,7 +49,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
             file.
     """
     script, given = split_script(flags.training_flags)
-    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = values_apart(given)
     args: Arguments | ScriptArguments
     if script is not None:
         args = _script_training(words, flags, num_devices)
