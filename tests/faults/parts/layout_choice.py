@@ -18,8 +18,8 @@ FAULTS = (
         name="layers-leave-the-slowest-rank-only",
         file="planner/partitions.py",
         old="""        excess = self._excess(partition)
-        load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))""",
-        new="        load = self._ends(partition, self._work.of_stages(partition))",
+        load = excess if max(excess) > 0 else self._ends(partition, self._works(partition))""",
+        new="        load = self._ends(partition, self._works(partition))",
         effect=(
             "Where a rank's states do not fit in memory, the search takes layers from the slowest rank and not "
             "from the full one, so that it finds no layout or a worse one."
