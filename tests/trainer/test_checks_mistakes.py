@@ -333,6 +333,16 @@ MISTAKES = {
         {"--tokenizer-type": "HuggingFaceTokenizer"},
         "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model",
     ),
+    "a window in torch's fused attention": (
+        {"--window-size": "4,0", "--attention-backend": "flash"},
+        "--attention-backend flash: torch's fused attention does not compute --window-size: give --attention-backend "
+        "local",
+    ),
+    "an offset of the softmax in torch's fused attention": (
+        {"--softmax-type": "learnable", "--attention-backend": "fused"},
+        "--attention-backend fused: torch's fused attention does not compute --softmax-type: give --attention-backend "
+        "local",
+    ),
     "nowhere to save": ({"--save-interval": "5"}, "--save-interval needs --save FOLDER"),
 }  # fmt: skip
 DATA = "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data"

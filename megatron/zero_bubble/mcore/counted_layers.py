@@ -114,6 +114,10 @@ class EvenDispatcher:
         self._shape = hidden.shape
         return hidden.flatten(0, -2), probs
 
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Return no buffers, as megatron-core's dispatchers do by default (from 0.19 on)."""
+        return None, None
+
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         rows = len(hidden) * self._copies
         return _kernel((rows, hidden.shape[1]), hidden), _kernel((rows,), probs)

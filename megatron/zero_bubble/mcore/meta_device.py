@@ -11,6 +11,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
@@ -95,7 +96,10 @@ def _substitutions() -> Iterator[Substitution]:
     reason = "an earlier schedule of this process has left a scale on the device of its losses"
     yield Substitution(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0), reason)
     reason = "a rank may have thousands of equal experts, which are counted as one module"
-    experts = MergedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    # From 0.17 on, megatron-core calls the result; before, it unpacks a pair.
+    is_called = hasattr(backends, "ExpertsBuilder")
+    experts = partial(MergedExperts, submodules=parts) if is_called else (MergedExperts, parts)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
     if find_spec("transformer_engine"):
         reason = "megatron-core gives a stack of local layers a norm of Transformer Engine, which needs a GPU"

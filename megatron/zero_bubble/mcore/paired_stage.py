@@ -81,7 +81,9 @@ class PairedStage(MegatronStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_streams()
+        # A field and a parameter of megatron-core from 0.18 on.
+        is_high = getattr(self.call.config, "high_priority_a2a_comm_stream", False)
+        set_streams(**({"high_priority": True} if is_high else {}))
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         if self.call.forward_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -77,15 +78,14 @@ class StepCall:
     @cached_property
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that passes between stages."""
-        shapes = mcore.get_tensor_shapes(
+        return message_shape(
+            self.config,
+            self.groups.tp,
+            self.groups.cp,
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
             decoder_seq_length=self.decoder_seq_length,
-            config=self.config,
-            tp_group=self.groups.tp,
-            cp_group=self.groups.cp,
         )
-        return tuple(shapes[0])
 
     def finalize(self, placement: Placement, num_tokens: torch.Tensor) -> None:
         """Reduce the gradients of this rank, as megatron-core does at the end of a step."""
@@ -145,3 +145,19 @@ def default_groups() -> ProcessGroupCollection:
     """Return the process groups that megatron-core's own schedules use by default."""
     known = {field.name for field in fields(ProcessGroupCollection)}
     return ProcessGroupCollection.use_mpu_process_groups(required_pgs=[name for name in _GROUPS if name in known])
+
+
+def message_shape(config: Any, tp_group: Any, cp_group: Any, **sizes: Any) -> tuple[int, ...]:
+    """Return the shape of the tensor that passes between stages; with varying lengths, the shape of the usual length.
+
+    Args:
+        config: the configuration of the model.
+        tp_group: the tensor-parallel group.
+        cp_group: the context-parallel group.
+        sizes: `seq_length`, `micro_batch_size` and `decoder_seq_length`, as for megatron-core's `get_tensor_shapes`.
+    """
+    if config.variable_seq_lengths:
+        config = copy.copy(config)
+        config.variable_seq_lengths = False  # Otherwise megatron-core returns an empty shape from 0.17 on.
+    shapes = mcore.get_tensor_shapes(config=config, tp_group=tp_group, cp_group=cp_group, **sizes)
+    return tuple(shapes[0])

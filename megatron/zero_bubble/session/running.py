@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.mcore.connections import Connections
@@ -21,6 +20,7 @@ from megatron.zero_bubble.mcore.optimizer import refuse_optimizer, torch_optimiz
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.step_call import message_shape
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.communicator import HostCommunicator, TensorSpec, TorchCommunicator
@@ -119,13 +119,12 @@ def units_of(
         microbatch: the microbatch that `forward_step` reads from its data in every call.
     """
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-    [shape] = get_tensor_shapes(
+    shape = message_shape(
+        config,
+        *groups,
         seq_length=settings.seq_length,
         micro_batch_size=settings.micro_batch_size,
         decoder_seq_length=getattr(settings, "decoder_seq_length", None),
-        config=config,
-        tp_group=groups[0],
-        cp_group=groups[1],
     )
     experts = parallel_state.get_expert_data_parallel_world_size()
     states, replicas = States.of(settings), ReplicaCounts(settings.data_parallel_size * groups[1].size(), experts)

@@ -20,8 +20,8 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
-from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
+from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple, unfused_attention
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
@@ -163,6 +163,17 @@ def _check_model(args: Arguments) -> None:
         raise ValueError(
             f"{flags_text(folders)} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: "
             "the first and the last stage learn separate positions, but a checkpoint holds only one of both"
+        )
+    unfused = unfused_attention(args) if args.transformer_impl == "local" else []
+    if unfused and args.attention_backend in TORCH_BACKENDS:
+        raise ValueError(
+            f"--attention-backend {args.attention_backend}: torch's fused attention does not compute "
+            f"{flag_name(unfused[0])}: give --attention-backend local"
+        )
+    if "window_size" in unfused and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: local attention does not compute --window-size "
+            "over parts of a sequence: give --transformer-impl transformer_engine"
         )
     if args.attention_backend == "local" and args.transformer_impl != "local":
         raise ValueError(

@@ -87,6 +87,7 @@ _WITHOUT_FLAG = re.compile(
             r"hete.*|linear_attention_.*|dsa_.*|experimental_attention_variant|mrope_section",
             r".*fsdp.*|.*sharding_strategy|nccl_ub|.*symmetric.*|suggested_communication_unit_size|preserve_fp32_weights",
             r"keep_fp8_transpose_cache|h.*_context_parallel.*|max_seqlen_per_dp_cp_rank|muon_.*|.*kitchen.*|.*inference.*",
+            r"use_mup|mup_.*|num_buckets|param_name_patterns_for_fp32_local_accumulation",
             r"flash_decode|mlp_chunks_for_prefill|cache_mla_latents|.*cuda_graph.*|test_mode|init_model_with_meta_device",
             r"cpu_offloading.*|qk_clip.*|log_max_attention_logit|moe_per_layer_logging|moe_enable_routing_replay",
             r"use_te_rng_tracker|batch_invariant_mode|pipeline_model_parallel_comm_backend|config_logger_dir",

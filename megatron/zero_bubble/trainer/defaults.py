@@ -39,9 +39,19 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     if args.recompute_activations and args.recompute_granularity is None:
         of_the_model["recompute_granularity"] = "selective"
     if args.transformer_impl == "local" and args.attention_backend == "auto":
-        of_the_model["attention_backend"] = "flash" if has_cuda else "local"
+        of_the_model["attention_backend"] = "flash" if has_cuda and not unfused_attention(args) else "local"
     of_the_model["global_batch_size"] = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     return replace(args, **of_the_model)
+
+
+def unfused_attention(args: Arguments) -> list[str]:
+    """Return the names of the given flags that torch's fused attention does not compute."""
+    is_given = {
+        "window_size": args.window_size is not None,
+        "softmax_type": args.softmax_type != "vanilla",
+        "apply_query_key_layer_scaling": args.apply_query_key_layer_scaling,
+    }
+    return [name for name, given in is_given.items() if given]
 
 
 def require_multiple(args: Arguments, name: str, divisor: str) -> None:

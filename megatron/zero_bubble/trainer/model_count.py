@@ -192,7 +192,8 @@ def _plain(args: Arguments) -> Arguments:
     balancing = (
         {"moe_router_load_balancing_type": "none"} if "sinkhorn" in str(args.moe_router_load_balancing_type) else {}
     )
-    return replace(args, **{"attention_backend": backend, **balancing, **_PLAIN})
+    plain = {name: value for name, value in _PLAIN.items() if hasattr(args, name)}  # not every version has every field
+    return replace(args, **{"attention_backend": backend, **balancing, **plain})
 
 
 @as_users_mistake(AssertionError)

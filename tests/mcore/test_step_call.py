@@ -1,0 +1,26 @@
+"""The shape of messages, which a step needs also where the lengths of microbatches vary."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.mcore import step_call
+from megatron.zero_bubble.mcore.step_call import message_shape
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_messages_of_varying_lengths_have_the_shape_of_the_usual_length(
+    varies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.17 on, megatron-core returns an empty shape where lengths vary."""
+
+    def get_tensor_shapes(*, config: Any, seq_length: int, micro_batch_size: int, **others: Any) -> list[Any]:
+        return [()] if config.variable_seq_lengths else [(seq_length, micro_batch_size, config.hidden_size)]
+
+    monkeypatch.setattr(step_call.mcore, "get_tensor_shapes", get_tensor_shapes)
+    config = SimpleNamespace(variable_seq_lengths=varies, hidden_size=4)
+    assert message_shape(config, None, None, seq_length=3, micro_batch_size=2, decoder_seq_length=None) == (3, 2, 4)
+    assert config.variable_seq_lengths is varies
