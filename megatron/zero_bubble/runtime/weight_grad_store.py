@@ -70,10 +70,10 @@ class WeightGradStore:
         """Defer one layer's weight gradient.
 
         Args:
-            weight_grad: computes the gradient. held: the tensors that `weight_grad` keeps alive until `weight_grad` has
-            run. parameter: identifies the parameter to which the weight gradient belongs. The weight gradients of one
-            parameter are
-                computed in the order of the calls of `put`.
+            weight_grad: computes the gradient.
+            held: the tensors that `weight_grad` keeps alive until `weight_grad` has run.
+            parameter: identifies the parameter to which the weight gradient belongs. The weight gradients of one
+                parameter are computed in the order of the calls of `put`.
             start: starts background work for which `weight_grad` waits; called before the preceding weight gradient is
                 computed.
         """

@@ -83,8 +83,9 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
     """Return all trainings of `zero-bubble check`; a training comes after the trainings whose files it reads.
 
     Args:
-        size: `paper` or `tiny`. folder: the folder with the training data and the checkpoint from which some training
-        jobs start. transformer_impl: the implementation of the layers, `local` or `transformer_engine`.
+        size: `paper` or `tiny`.
+        folder: the folder with the training data and the checkpoint from which some training jobs start.
+        transformer_impl: the implementation of the layers, `local` or `transformer_engine`.
     """
     is_local = transformer_impl == "local"
     checkpoint = str(folder / "checkpoint")
