@@ -158,7 +158,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
         Raises:
             ValueError: a flag after `--` sets the schedule or another value that the benchmark itself sets, such as the
-            global batch size.
+                global batch size.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
