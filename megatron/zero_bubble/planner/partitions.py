@@ -50,7 +50,7 @@ class Balance:
         self.room = room
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-        self._shard_work = model.shard_work - model.embedding_work
+        self._shard_work = model.shard_work
         full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._recomputed = _Sums(model, lambda unit: full * unit.time_r)
@@ -109,7 +109,7 @@ class Balance:
         return load.index(max(load))
 
     def _works(self, partition: Sequence[int]) -> list[float]:
-        """Stage -> its work for one microbatch; the last stage has no R, because its B directly follows F as a rule."""
+        """Stage -> its work for one microbatch. The last stage needs no R, because its B usually runs right after F."""
         works = self._work.of_stages(partition)
         works[-1] -= self._recomputed.of_stages(partition)[-1]
         return works

@@ -260,7 +260,7 @@ class Replanner:
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
-            self.megatrons = result.megatrons_time(prediction.milliseconds, old.costs)
+            self.megatrons = result.megatrons_time(prediction.time, old.costs)
             prediction = replace(prediction, megatrons=self.megatrons)
         self._report(Report(prediction, result.keeps_planned, None, self._step, trial=result))
         return None if result.keeps_planned else trial.own

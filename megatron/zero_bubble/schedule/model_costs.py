@@ -164,13 +164,12 @@ class ModelCosts:
 
     @property
     def shard_work(self) -> float:
-        """Time of a rank's operations on its vocabulary shard for one microbatch."""
-        return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
+        """Time of a rank's operations on its vocabulary shard for one microbatch, without the embedding E.
 
-    @property
-    def embedding_work(self) -> float:
-        """Time of the embedding on a rank's vocabulary shard for one microbatch; zero without vocabulary shards."""
-        return self.shard.get("time_e", 0) if self.shard else 0
+        A rank may run E before its first F could start, and so before the time from which its work is counted.
+        """
+        times = {*SHARD_TIMES} - {"time_e"}
+        return sum(cost for name, cost in self.shard.items() if name in times) if self.shard else 0
 
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
