@@ -115,7 +115,8 @@ class TrainingLog:
             line += f" {f'mtp_{number}' if number else 'lm'} loss: {loss:.6E} |"
         line += f" loss scale: {result.loss_scale:.1f} |"
         if grad_norm is not None:
-            line += f" grad norm: {grad_norm:.3f} |"
+            # From 0.17 on, with new kernels of Transformer Engine, the norm is a tensor on the device.
+            line += f" grad norm: {float(grad_norm):.3f} |"
         if args.log_num_zeros_in_grad and num_zeros is not None:
             line += f" num zeros: {num_zeros} |"
         line += f" number of skipped iterations: {sum(not outcome.was_updated for outcome in outcomes):3d} |"

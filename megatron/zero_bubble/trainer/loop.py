@@ -151,10 +151,7 @@ class Trainer:
             is_local=is_local,
         )
         if self._session.post_validation is None:
-            was_updated, grad_norm, num_zeros = self._optimizer.step()
-            # From 0.17 on, with new kernels of Transformer Engine, the norm is a tensor on the device.
-            norm = None if grad_norm is None else float(grad_norm)
-            self._unlogged = self._complete(result, StepOutcome(was_updated, norm, num_zeros))
+            self._unlogged = self._complete(result, StepOutcome(*self._optimizer.step()))
             self._log_unlogged()
         else:
             self._unsettled = result
