@@ -99,6 +99,7 @@ test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINES)
 			tests/end_to_end/test_resume.py::test_megatron_cores_schedule_resumes_from_ours \
 			tests/end_to_end/test_checkpoint_schedule.py::test_the_flags_schedule_takes_its_place \
 			tests/end_to_end/test_multi_token.py::test_their_losses_are_logged_as_megatron_lm_does \
+			tests/end_to_end/test_multi_token.py::test_the_losses_of_experts_are_collected_in_rehearsals_and_recomputed_blocks \
 			tests/end_to_end/test_hybrid_trainings.py::test_a_resumed_training_equals_an_uninterrupted_one \
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
 			|| exit 1; \

@@ -111,7 +111,7 @@ def _functions(rows: Iterable[tuple[str, Needed]]) -> str:
 
     def explanation(row: tuple[str, Needed]) -> tuple[str, str]:
         asked, needed = row
-        versions = f" ({', '.join(needed.versions)} only)" if needed.versions else ""
+        versions = f" ({needed.version_range})" if needed.version_range else ""
         return asked, needed.reason + versions
 
     return _table(

@@ -123,3 +123,22 @@ def test_a_resumed_training_equals_an_uninterrupted_one(model: str, tmp_path: Pa
     expected, resumed = ((tmp_path / f"{part}.jsonl").read_text().splitlines() for part in ("whole", "second"))
     assert len(expected) == 4
     assert resumed == expected[2:]
+
+
+@pytest.mark.exhaustive  # `make test-megatron` runs it, for newer versions whose code differs
+def test_the_losses_of_experts_are_collected_in_rehearsals_and_recomputed_blocks(tmp_path: Path) -> None:
+    """The layers of further tokens have experts too, whose losses follow those of the model's own layers."""
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
+    balanced = ("--moe-router-load-balancing-type", "aux_loss", "--zero-bubble-seed-by-layer", "--train-iters", "12")
+    model = [*COMMON, *MODELS["untied"], *experts, *balanced]
+    recomputing = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    runs = {
+        "chosen": [*model, "--zero-bubble"],
+        "recomputed": [*model, *SCHEDULES["zb-h1"], *recomputing],
+        "kept": [*model, *SCHEDULES["zb-h1"]],
+    }
+    printed = run_trainings(2, runs, tmp_path, unlogged=["chosen"])
+    assert "rehearsed" in printed["chosen"]
+    recomputed, kept = ((tmp_path / f"{part}.jsonl").read_text().splitlines() for part in ("recomputed", "kept"))
+    assert len(kept) == 12
+    assert recomputed == kept

@@ -111,7 +111,13 @@ def test_a_target_that_is_not_as_expected_stops_before_anything_is_replaced(modu
 
 
 def test_a_hook_may_be_for_some_versions_only():
-    everywhere = hook()
-    somewhere = Hook("a_library:scale()", "to see", tripled, versions=("0.16", "0.17"))
-    assert everywhere.applies_to("0.20.0")
-    assert [somewhere.applies_to(version) for version in ("0.16.1", "0.17.0rc0", "0.18.0")] == [True, True, False]
+    versions = ("0.9.2", "0.16.1", "0.17.0rc0", "0.18.0", "1.2")
+
+    def covered(**limits: str) -> tuple[str, list[bool]]:
+        needed = Hook("a_library:scale()", "to see", tripled, **limits)
+        return needed.version_range, [needed.applies_to(version) for version in versions]
+
+    assert covered() == ("", [True] * 5)
+    assert covered(since="0.16") == ("from 0.16 on", [False, True, True, True, True])
+    assert covered(until="0.17") == ("until 0.17", [True, True, True, False, False])
+    assert covered(since="0.17", until="0.17") == ("0.17 only", [False, False, True, False, False])

@@ -263,15 +263,6 @@ def test_a_ramp_that_megatron_core_ignores_is_not_planned_for(ignored: bool, mon
     assert list(job.batch_sizes) == ([8] if ignored else [2, 4, 6, 8])
 
 
-def test_chunks_of_a_script_that_builds_one_are_refused() -> None:
-    """With `--zero-bubble`, which otherwise chooses the number of chunks."""
-    settings = script_arguments(virtual_pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
-    session = mock.Mock(job=mock.Mock(flags=flags_of(settings, LaunchFlags())))
-    setup = {"model_provider_func": lambda pre_process, post_process: None}
-    with pytest.raises(SessionError, match=r"^--num-virtual-stages-per-pipeline-rank 2: .* no parameter vp_stage"):
-        settle_layout(settings, None, session, mock.Mock(), setup)
-
-
 def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
     """No flag of Megatron-LM sets this; a script may."""
     run = Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))

@@ -20,16 +20,15 @@ from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
-_NEWER = ("0.18", "0.19", "0.20")
-_MODELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("megatron.core.models.gpt.gpt_model:GPTModel", ", vp_stage", ()),
-    ("megatron.core.models.mamba.mamba_model:MambaModel", "", ("0.16", "0.17")),
-    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", _NEWER),
+_MODELS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("megatron.core.models.gpt.gpt_model:GPTModel", ", vp_stage", {}),
+    ("megatron.core.models.mamba.mamba_model:MambaModel", "", {"until": "0.17"}),
+    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", {"since": "0.18"}),
 )
 """Model classes, each with further parameters of its constructor and the megatron-core versions that have the class."""
-_PATTERNS = (
-    ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
-    ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
+_PATTERNS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("megatron.core.ssm.mamba_hybrid_layer_allocation", {"since": "0.17", "until": "0.17"}),
+    ("megatron.core.models.hybrid.hybrid_layer_allocation", {"since": "0.18"}),
 )
 """Modules that cut a hybrid model's layer pattern into stages, each with the megatron-core versions that have it."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
@@ -42,6 +41,8 @@ class ScriptHooks:
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
         self._run: Run | LoopRun | None = None
+        self._data_provider: Callable[..., Any] | None = None
+        """The script's function that makes the datasets; None before Megatron-LM's `pretrain` is called."""
         self._changes = ExitStack()
         """Undoes changes of megatron-core's classes and of the script's configurations."""
 
@@ -63,6 +64,11 @@ class ScriptHooks:
             "megatron.training.inprocess_restart:inprocess_restart(args)",
             "refuses restarts within the process, before a refusal could itself be restarted",
             refuse_restarts,
+        )
+        yield Hook(
+            "megatron.training.training:pretrain(train_valid_test_dataset_provider)",
+            "keeps the function that makes the datasets, whose parameters tell whether a rank may have several chunks",
+            self._keep_data_provider,
         )
         yield Hook(
             "megatron.training.arguments:validate_args(args)",
@@ -107,14 +113,14 @@ class ScriptHooks:
                 f"{model}.__init__(config, pre_process, post_process, pg_collection{more})",
                 "checks the configuration; gives a chunk the layers, the embedding and the loss of its stage",
                 lambda call: self.run.build_chunk(call),
-                versions=versions,
+                **versions,
             )
         for module, versions in _PATTERNS:
             yield Hook(
                 f"{module}:select_pipeline_segment(main_pattern, vp_stage)",
                 "returns the layers of a stage, in a V too; a layer pattern lists the stages in model order",
                 partial(self._in_script, Run.select_layers),
-                versions=versions,
+                **versions,
             )
         for name, handle in (
             ("first", lambda run, call: run.stages.is_stage(call, 0)),
@@ -136,7 +142,7 @@ class ScriptHooks:
                 f"megatron.core.optimizer.{optimizer}.compute_full_param_layout(params)",
                 "spreads the vocabulary before a chunk's parameters are laid out in DDP's buffers",
                 lambda call: self.run.lay_out_parameters(call),
-                versions=_NEWER,
+                since="0.18",
             )
 
     def _step_hooks(self) -> Iterator[Hook]:
@@ -221,11 +227,15 @@ class ScriptHooks:
         assert isinstance(self._run, Run)
         return self._run
 
+    def _keep_data_provider(self, call: Call) -> Any:
+        self._data_provider = call["train_valid_test_dataset_provider"]
+        return call.proceed()
+
     def _begin(self, call: Call) -> Any:
         script = _script_arguments()
         if script is None:
             return call.proceed()
-        self._run = run = Run(script, self.flags)
+        self._run = run = Run(script, self.flags, self._data_provider)
         self._changes.enter_context(_script_writes_in_threads(script))
         return run.begin(call)
 
@@ -314,5 +324,5 @@ def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
         "megatron.legacy.fused_kernels:load()",
         "does nothing; the original function needs nvcc, the compiler of CUDA",
         lambda call: None,
-        versions=("0.16",),
+        until="0.16",
     )

@@ -46,12 +46,14 @@ class Needed:
         signature: `module:function(parameter, ...)` or `module:Class.method(parameter, ...)`; the function must have
             the parameters that the signature names, and may have others.
         reason: why the launcher needs the function; the documentation shows this reason.
-        versions: versions of megatron-core, such as `0.16`, that have the function; empty for all supported versions.
+        since: first version of megatron-core, such as `0.18`, that has the function; empty without a first version.
+        until: last version of megatron-core that has the function; empty if the newest version has the function.
     """
 
     signature: str
     reason: str
-    versions: tuple[str, ...] = field(default=(), kw_only=True)
+    since: str = field(default="", kw_only=True)
+    until: str = field(default="", kw_only=True)
 
     @property
     def parameters(self) -> list[str]:
@@ -65,7 +67,15 @@ class Needed:
         """Return whether `version` has the function; functions of Megatron-LM exist only if `has_trainer` is set."""
         if self.signature.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
-        return not self.versions or minor_version(version) in self.versions
+        number = _number(version)
+        return not (self.since and number < _number(self.since)) and not (self.until and number > _number(self.until))
+
+    @property
+    def version_range(self) -> str:
+        """The versions that have the function, in words; empty if all supported versions have the function."""
+        if self.since and self.until:
+            return f"{self.since} only" if self.since == self.until else f"{self.since} to {self.until}"
+        return f"from {self.since} on" if self.since else f"until {self.until}" if self.until else ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,11 @@ class Hook(Needed):
 def minor_version(version: str) -> str:
     """Return the first two numbers of a version, such as `0.16` for version 0.16.1rc0."""
     return ".".join(version.split(".")[:2])
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version as integers, which are compared from left to right."""
+    return tuple(int(number) for number in minor_version(version).split("."))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +37,15 @@ class Run:
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
+        data_provider: the script's function that makes the datasets; None if it is unknown.
 
     Raises:
         SessionError: the script's settings and the launcher's flags contradict each other.
     """
 
-    def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
+    def __init__(self, script: Namespace, flags: LaunchFlags, data_provider: Callable[..., Any] | None = None) -> None:
         self._script = script
+        self._data_provider = data_provider
         if getattr(script, "skip_train", False):
             flags = replace(flags, zero_bubble_post_validation=False, hierarchical_sgd=None)
         with users_mistakes():
@@ -99,7 +102,7 @@ class Run:
             return call.proceed()
         checkpoint = ScriptCheckpoint.of(self._script)
         if self.session.job.is_layout_open:
-            is_chosen = settle_layout(self._script, checkpoint, self.session, self.units, call)
+            is_chosen = settle_layout(self._script, checkpoint, self.session, self.units, call, self._data_provider)
             self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
                 build_layout(self._script, call, self.session.job, self.stages)

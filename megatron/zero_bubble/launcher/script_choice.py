@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
@@ -97,7 +98,12 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
 
 @users_mistakes()
 def settle_layout(
-    script: Namespace, checkpoint: ScriptCheckpoint | None, session: Session, units: ScriptUnits, setup: Call
+    script: Namespace,
+    checkpoint: ScriptCheckpoint | None,
+    session: Session,
+    units: ScriptUnits,
+    setup: Call,
+    data_provider: Callable[..., Any] | None = None,
 ) -> bool:
     """Choose each setting of the layout that the flags leave open, before `setup` builds the model; a collective call.
 
@@ -106,6 +112,7 @@ def settle_layout(
 
     Args:
         checkpoint: the checkpoint that the script loads; None if the script loads no checkpoint.
+        data_provider: the script's function that makes the datasets; None if it is unknown.
 
     Returns:
         Whether a layout was chosen or restored; False if Megatron's layout is kept.
@@ -131,12 +138,10 @@ def settle_layout(
     if reason is not None:
         keep_megatrons_layout(script, session, reason)
         return False
-    builds_chunks = _builds_chunks(setup)
-    if not builds_chunks and (asking := chunks_asked(session.job.flags)) is not None:
-        raise SessionError(
-            f"{asking}: the script's model_provider has no parameter vp_stage, which several chunks need"
-        )
-    has_chunks = builds_chunks and one_chunk_flag(script) is None
+    one_chunk = _one_chunk_function(setup, data_provider)
+    if one_chunk is not None and (asking := chunks_asked(session.job.flags)) is not None:
+        raise SessionError(f"{asking}: the script's {one_chunk} has no parameter vp_stage, which several chunks need")
+    has_chunks = one_chunk is None and one_chunk_flag(script) is None
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:
@@ -204,10 +209,17 @@ def _other_source(script: Namespace) -> str | None:
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 
 
-def _builds_chunks(setup: Call) -> bool:
-    """Return whether the script's model provider has a parameter `vp_stage`, and so can build several chunks a rank."""
+def _one_chunk_function(setup: Call, data_provider: Callable[..., Any] | None) -> str | None:
+    """Return the name of the script's function that supports only one model chunk a rank; None without such a function.
+
+    Megatron-LM passes the chunk's number to both functions of a script as `vp_stage`. The function that makes the
+    datasets needs a parameter of that name.
+    """
     provider = setup["model_provider_func"]
-    if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
-        return True
-    parameters = inspect.signature(provider).parameters.values()
-    return any(each.name == "vp_stage" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    if provider is not None and getattr(setup.get("cfg_container"), "model", None) is None:
+        parameters = inspect.signature(provider).parameters.values()
+        if not any(each.name == "vp_stage" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+            return "model_provider"
+    if data_provider is not None and "vp_stage" not in inspect.signature(data_provider).parameters:
+        return "train_valid_test_dataset_provider"
+    return None

@@ -28,8 +28,6 @@ from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 
-_UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
-
 
 class ScriptPostValidation:
     """Replaces a script's calls of `optimizer.step()` and `zero_grad()` under post-validation."""
@@ -102,9 +100,10 @@ def needed_for_post_validation() -> Iterator[Needed]:
     random = "saves and restores the random state, for forwards that run again"
     prepare, clip = "puts the gradients where the optimizer expects them", "clips the gradients by their norm"
     step = "takes a step without norm and clipping"
-    for signature, reason, *versions in (
-        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm()", gradients, *_UNTIL_0_18),
-        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm()", gradients, *_SINCE_0_19),
+    norm = "megatron.core.optimizer.optimizer:MegatronOptimizer.{}_for_grad_norm()"
+    yield Needed(norm.format("get_main_grads"), gradients, until="0.18")
+    yield Needed(norm.format("get_grads"), gradients, since="0.19")
+    for signature, reason in (
         ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group()", group),
         ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared()", group),
         ("optimizer.optimizer:MegatronOptimizer.prepare_grads()", prepare),
@@ -116,7 +115,7 @@ def needed_for_post_validation() -> Iterator[Needed]:
         ("tensor_parallel.random:_get_all_rng_states()", random),
         ("tensor_parallel.random:_set_all_rng_states()", random),
     ):
-        yield Needed(f"megatron.core.{signature}", reason, versions=tuple(versions))
+        yield Needed(f"megatron.core.{signature}", reason)
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:

@@ -20,11 +20,13 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import safely_set_viewless_tensor_data
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import detach_variable
 
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 
@@ -67,12 +69,33 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
 
     If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
-    if store is None or store.mode is None:
-        yield
-        return
-    run_block = partial(_run_block, store, random.CheckpointFunction)
-    with replaced(random, "CheckpointFunction", SimpleNamespace(apply=run_block)):
-        yield
+    with _further_layers_checkpointed():
+        if store is None or store.mode is None:
+            yield
+            return
+        run_block = partial(_run_block, store, random.CheckpointFunction)
+        with replaced(random, "CheckpointFunction", SimpleNamespace(apply=run_block)):
+            yield
+
+
+def _further_layers_checkpointed() -> AbstractContextManager[None]:
+    """Let megatron-core 0.18 checkpoint the layers of multi-token prediction.
+
+    In megatron-core 0.18, the forward of such a layer passes a padding mask to `_checkpointed_forward`, which has no
+    parameter for the mask.
+    """
+    if not megatron.core.__version__.startswith("0.18."):
+        return nullcontext()
+    original: Any = MultiTokenPredictionLayer._checkpointed_forward
+
+    def checkpointed(layer: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if padding_mask is not None:
+            raise ForwardStepError(
+                "megatron-core 0.18 cannot recompute multi-token prediction with a padding mask: use version 0.19"
+            )
+        return original(layer, *args, **kwargs)
+
+    return replaced(MultiTokenPredictionLayer, "_checkpointed_forward", checkpointed)
 
 
 def _run_block(

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import conv_backward_flop, register_flop_formula
 
 from megatron.zero_bubble.mcore.attention import ContextParallelAttention
 from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
@@ -207,6 +207,18 @@ _OPERATORS.impl("work", lambda like, flops: like.new_empty(0), "CompositeExplici
 def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
     """Let torch's FLOP counter include the arithmetic operations of kernels that are not operators of torch."""
     return flops
+
+
+def convolution_backward_flops(*arguments: Any, out_shape: Any, **_: Any) -> float:
+    """Count the arithmetic operations of a convolution's backward, where torch's own formula ignores the groups.
+
+    Args:
+        arguments: the arguments of `aten.convolution_backward`, with the shape of each tensor in its place.
+    """
+    *given, groups, (of_input, of_weight, _) = arguments
+    formula: Any = conv_backward_flop  # torch types the shapes only
+    count = partial(formula, *given, groups, out_val=out_shape)
+    return count([of_input, False, False]) + count([False, of_weight, False]) / groups
 
 
 class _Kernel(torch.autograd.Function):

@@ -174,12 +174,16 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
     Each unit of the model has its own configuration.
     """
-    # megatron-core collects the losses of experts in a tensor with `config.num_layers` elements.
     modules = [module for stage in stages for module in stage.modules()]
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
     given = (getattr(module, "config", None) for module in modules)
-    for config in {id(config): config for config in given if isinstance(config, TransformerConfig)}.values():
-        config.num_layers = max(config.num_layers, last)
+    configs = {id(config): config for config in given if isinstance(config, TransformerConfig)}.values()
+    # megatron-core collects the losses of experts in one tensor, and those of multi-token prediction at its end. The
+    # configuration of the first layer that runs determines the size: the sum of the two numbers of layers.
+    further = [config.mtp_num_layers or 0 for config in configs]
+    size = max(last, *(config.num_layers for config in configs)) + max(further)
+    for config, number in zip(configs, further, strict=True):
+        config.num_layers = size - number
         if recomputes:
             checkpoint_every_layer(config)
 

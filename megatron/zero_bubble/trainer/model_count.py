@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, count_as_kernels, expert_parameters
+from megatron.zero_bubble.mcore.counted_layers import (
+    AttentionKernel,
+    convolution_backward_flops,
+    count_as_kernels,
+    expert_parameters,
+)
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
@@ -228,7 +233,8 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
 @contextmanager
 def _counted(operations: list[float]) -> Iterator[None]:
     """Append to `operations` the number of floating-point operations in the `with` block."""
-    with FlopCounterMode(display=False) as counter:
+    formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         yield
     operations.append(float(counter.get_total_flops()))
 

@@ -34,17 +34,17 @@ from megatron.training.utils import (
 _ITERATIONS = "advanced iterations"
 
 
-def pretrain(model_provider, forward_step, data_provider, argv=None):
+def pretrain(model_provider, forward_step, train_valid_test_dataset_provider, argv=None):
     initialize_megatron(argv)
     args = get_args()
     model, optimizer = setup_model_and_optimizer(model_provider)
     config = get_model_config(model[0])
     if args.load is not None:
         load_checkpoint(args, model, optimizer)
-    train(args, model, config, optimizer, forward_step, data_provider)
+    train(args, model, config, optimizer, forward_step, train_valid_test_dataset_provider)
     if args.save is not None:
         save_checkpoint(args, model, optimizer)
-    evaluate_and_print_results(args, model, forward_step, data_provider, args.iteration)
+    evaluate_and_print_results(args, model, forward_step, train_valid_test_dataset_provider, args.iteration)
 
 
 def setup_model_and_optimizer(model_provider_func):

@@ -1,0 +1,66 @@
+"""A layout with several model chunks a rank is chosen only for a script that builds and feeds several chunks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.script_choice import settle_layout
+from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.session.start_up import SessionError
+from tests.launcher.test_launch_mistakes import script_arguments
+
+
+def builds_one_chunk(pre_process: bool, post_process: bool) -> None: ...
+def builds_chunks(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> None: ...
+def builds_by_options(**options: object) -> None: ...
+def makes_data_for_one_chunk(num_samples: tuple[int, ...]) -> None: ...
+def makes_data_for_chunks(num_samples: tuple[int, ...], vp_stage: int | None = None) -> None: ...
+
+
+def settled(model_provider: Callable[..., None], data_provider: Callable[..., None], **arguments: int) -> mock.Mock:
+    """Settle the layout of a script under `--zero-bubble`; return the script's session."""
+    script = script_arguments(padded_vocab_size=128, **arguments)
+    session = mock.Mock(job=mock.Mock(flags=flags_of(script, LaunchFlags())))
+    signature = inspect.signature(lambda model_provider_func: None)
+    setup = Call(pytest.fail, signature.bind(model_provider))
+    settle_layout(script, None, session, mock.Mock(), setup, data_provider)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("model_provider", "data_provider", "restricted"),
+    [
+        (builds_chunks, makes_data_for_chunks, {}),
+        (builds_by_options, makes_data_for_chunks, {}),
+        (builds_one_chunk, makes_data_for_chunks, {"zero_bubble_placement": "linear"}),
+        (builds_chunks, makes_data_for_one_chunk, {"zero_bubble_placement": "linear"}),
+    ],
+)
+def test_functions_without_vp_stage_restrict_the_choice_to_one_chunk(
+    model_provider: Callable[..., None], data_provider: Callable[..., None], restricted: dict[str, str]
+) -> None:
+    [choice] = settled(model_provider, data_provider).choose_layout.call_args_list
+    placement = {name: value for name, value in choice.kwargs.items() if name == "zero_bubble_placement"}
+    assert placement == restricted
+
+
+@pytest.mark.parametrize(
+    ("model_provider", "data_provider", "named"),
+    [
+        (builds_one_chunk, makes_data_for_chunks, "model_provider"),
+        (builds_chunks, makes_data_for_one_chunk, "train_valid_test_dataset_provider"),
+    ],
+)
+def test_flags_that_ask_for_chunks_are_refused(
+    model_provider: Callable[..., None], data_provider: Callable[..., None], named: str
+) -> None:
+    chunks = {"virtual_pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    reason = rf"^--num-virtual-stages-per-pipeline-rank 2: the script's {named} has no parameter vp_stage"
+    with pytest.raises(SessionError, match=reason):
+        settled(model_provider, data_provider, **chunks)
