@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from megatron.zero_bubble.session.plans import make_schedules
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
@@ -24,6 +26,13 @@ def checked(changes: dict[str, str | None], *, world_size: int = 4, has_cuda: bo
 def checked_job(changes: dict[str, str | None], *, world_size: int = 4, has_cuda: bool = False) -> JobSettings:
     """The job that these flags ask for."""
     return checked_training(changes, world_size=world_size, has_cuda=has_cuda)[1]
+
+
+def refusal(changes: dict[str, str | None]) -> str:
+    """The one line with which these flags are refused."""
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        checked(changes)
+    return str(error.value)
 
 
 def checked_training(

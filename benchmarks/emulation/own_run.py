@@ -7,11 +7,12 @@ from functools import partial
 
 import torch.distributed as dist
 
+from benchmarks.emulation.emulated_stage import EmulatedStage
 from benchmarks.emulation.link import EmulatedLink
 from benchmarks.emulation.reduction import ReductionCosts, ReductionLink
 from benchmarks.emulation.saved_activations import CountedOffloadStore
 from benchmarks.emulation.shard import EmulatedLane, EmulatedShard
-from benchmarks.emulation.sleeping import EmulatedStage, Emulation
+from benchmarks.emulation.sleeping import Emulation
 from megatron.zero_bubble.runtime.collectives import Collectives
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor

@@ -18,7 +18,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from benchmarks.emulation.sleeping import Emulation, StageTimes, await_arrival
+from benchmarks.emulation.sleeping import Emulation, await_arrival
+from benchmarks.emulation.stage_times import StageTimes
 from megatron.zero_bubble.schedule import Placement, StageCosts
 
 ONE_CHUNK = {"GPipe": "gpipe", "1F1B": "1f1b"}

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.own_run import OwnRun
-from benchmarks.emulation.sleeping import Emulation, StageTimes, time_of_pair
+from benchmarks.emulation.sleeping import Emulation
+from benchmarks.emulation.stage_times import StageTimes, time_of_pair
 from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.planner import generate, placement_for

@@ -110,3 +110,30 @@ def test_a_link_holds_everything_files_too(playground: Playground, tmp_path: Pat
     assert other.page.locator("[data-pane=a] strong.name").inner_text() == "own.json"
     other.page.close()
     assert other.problems == []
+
+
+def test_a_damaged_link_says_so(playground: Playground):
+    playground.page.evaluate(
+        "() => { history.replaceState(null, '', '#b.input=x&file.x=%%'); dispatchEvent(new Event('hashchange')); }"
+    )
+    playground.page.wait_for_selector("#notice:visible")
+    assert playground.page.locator("#notice").inner_text() == (
+        "This link is damaged, so the page shows what it begins with."
+    )
+    playground.open()
+    playground.page.wait_for_selector("#notice", state="hidden")
+
+
+def test_a_link_with_unknown_settings_shows_what_it_knows(playground: Playground):
+    page = playground.page
+    try:
+        page.goto(f"{playground.address}#pipeline-size=3&num-microbatches=6&xyz=1&a.schedule=zb-h1")
+        page.reload()
+        page.wait_for_selector("html[data-drawn]")
+        assert page.locator("#notice").inner_text() == (
+            "This link has settings that the page does not know and leaves out: xyz."
+        )
+        assert page.locator(".message:visible").count() == 0
+    finally:
+        page.goto("about:blank")
+        playground.open()

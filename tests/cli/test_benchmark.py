@@ -1,165 +1,25 @@
-"""The benchmark of schedules with real trainings: who runs, what is read from the logs, what is made of it."""
+"""A benchmark compares the times, predictions and losses of trainings that take turns in rounds."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_benchmark import SIZE, TINY, arguments
 
-from benchmarks import train
 from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
-from megatron.zero_bubble.cli.benchmark.advice import advice
-from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
-from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, CHUNKS_FLAG, gather
-from megatron.zero_bubble.cli.benchmark.own_training import of_own_training
+from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, CHUNKS_FLAG
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, loss_agreement, train_table
-from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
+from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log
 from megatron.zero_bubble.cli.benchmark_command import main
-from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import Idle, Placement, simulate
+from megatron.zero_bubble.schedule import Placement, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from tests.mistakes import one_line_mistake
-
-ROOT = Path(__file__).parents[2]
-
-TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
-TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120"]
-SIZE = ["--pipeline-size", "2", "--num-microbatches", "4"]
-
-LOG = """ > zero-bubble plan; times measured up to step 6, spread 1.0%
-     predicted: idle 14.00% (imbalance 4.00%, bubble rate 10.00%), 88.5 ms, 1.060 times as fast as 1F1B
- [2026-11-20 20:01:12.2] iteration        5/     20 | consumed samples:          160 | elapsed time per iteration (ms): 900.0 | learning rate: 1.0E-03 | idle: 53.00% | imbalance: 3.00% | bubble rate: 50.00% |
- [2026-11-20 20:01:12.3] iteration       10/     20 | consumed samples:          320 | elapsed time per iteration (ms): 500.0 | learning rate: 1.0E-03 | idle: 44.00% | imbalance: 4.00% | bubble rate: 40.00% | predicted: 10.00% |
-[Rank 1] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 30.00 | reserved: 64.00 | max reserved: 64.00
-[Rank 0] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 20.00 | reserved: 64.00 | max reserved: 64.00
- [2026-11-20 20:01:12.4] iteration       15/     20 | consumed samples:          480 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0E-03 | idle: 17.50% | imbalance: 5.00% | bubble rate: 12.50% | predicted: 11.00% |
- [2026-11-20 20:01:12.5] iteration       20/     20 | consumed samples:          640 | elapsed time per iteration (ms): 110.5 | learning rate: 1.0E-03 | idle: 19.50% | imbalance: 6.00% | bubble rate: 13.50% | predicted: 11.00% |
-"""  # noqa: E501
-
-
-def arguments(*flags: str):
-    return read_flags(BenchmarkFlags, [*SIZE, *flags, "--", *TINY], "benchmark", "")
-
-
-def test_a_log_is_read_after_its_warmup():
-    turn = read_log(LOG, warmup=10, resident_bytes=1.0)
-    idle = (Idle(0.05, 0.125), Idle(0.06, 0.135))
-    assert turn == Turn((100.0, 110.5), idle, 0.11, 88.5, 30 * 2**20, is_device_memory=True)
-
-
-def test_a_logs_summary_has_the_time_in_the_pipeline():
-    summary = " > iterations 16 to 20: 105.2 ms each, 92.5 ms of it in the pipeline, 90.1 predicted; bubble rate ...\n"
-    turn = read_log(LOG + summary, 10, 1.0)
-    assert (turn.pipeline_ms, turn.predicted_ms) == (92.5, 90.1)
-
-
-@pytest.mark.parametrize(
-    ("cells", "layout"),
-    [
-        ("V                      2 1x6 0", "V 2 1x6 0"),
-        ("interleaved, 2 chunks  4x2", "interleaved, 2 chunks 4x2"),
-    ],
-)
-def test_a_log_says_which_layout_was_chosen(cells, layout):
-    row = f"     chosen: {cells}        431.7   5.93%  22.83%                71.4\n"
-    assert read_log(row + LOG, 10, 1.0).layout == layout
-
-
-def test_megatron_cores_log_says_nothing_of_bubbles_and_a_cpus_nothing_of_memory():
-    text = "\n".join(line.split(" | idle")[0] for line in LOG.splitlines() if "iteration  " in line)
-    assert read_log(text, 10, 7.0) == Turn((100.0, 110.5), (), None, None, 7.0)
-
-
-def test_a_log_without_measured_iterations_is_an_error():
-    with pytest.raises(RuntimeError, match="no iteration after its warmup"):
-        read_log(LOG, warmup=20, resident_bytes=1.0)
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("print('pretrain_gpt.py: error: --lr is wrong'); raise SystemExit(2)", "^--lr is wrong$"),
-        ("raise KeyError('lost')", "KeyError: 'lost'"),
-        ("raise SystemExit(5)", "status 5"),
-        ("import time; time.sleep(60)", "ended because it was not done within --timeout 1 s"),
-    ],
-)
-def test_a_training_that_fails_says_why_in_one_line(program, reason):
-    with pytest.raises(RuntimeError, match=reason) as caught:
-        take_turn([sys.executable, "-c", program], {}, 0, timeout=1 if "sleep" in program else 60)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_field_has_the_baseline_first_and_every_peer():
-    given = arguments("--schedule", "zb-h1", "--schedule", "auto --zero-bubble-memory-limit 2")
-    field = gather(given, False, tuple(peers(given)))
-    assert [one.name for one in field.contestants] == [
-        *(BASELINE, "zb-h1", "auto --zero-bubble-memory-limit 2", "megatron-core interleaved"),
-        *("torch GPipe", "torch 1F1B", "torch Interleaved1F1B", "torch InterleavedZeroBubble"),
-        *("torch ZBVZeroBubble", "torch DualPipeV"),
-    ]
-    flags = " ".join(field.flags)
-    assert "--pipeline-model-parallel-size 2" in flags
-    assert "--global-batch-size 4" in flags
-    assert field.args.global_batch_size == 4
-    assert field.contestants[2].words == ("--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "2")
-
-
-def test_the_field_of_what_zero_bubble_alone_chooses():
-    given = arguments("--schedule", "chosen", "--schedule", "chosen --zero-bubble-placement v", "--num-chunks", "2")
-    _, alone, v = gather(given, False).contestants
-    assert (alone.name, alone.words) == ("chosen", ("--zero-bubble",))
-    assert (v.name, v.words) == ("chosen --zero-bubble-placement v", ("--zero-bubble", "--zero-bubble-placement", "v"))
-
-
-def test_the_baseline_alone_gets_its_flags():
-    given = arguments("--schedule", "zb-h1", "--baseline-flags", "--recompute-activations --init-method-std 0.01")
-    baseline, ours = gather(given, False).contestants
-    assert baseline.words == ("--recompute-activations", "--init-method-std", "0.01")
-    assert "--recompute-activations" not in ours.words
-
-
-def test_zero_bubble_flags_after_the_dashes_reach_no_baseline_and_a_quote_replaces_them():
-    words = ["--zero-bubble-memory-limit=2", "--enable-optimizer-post-validation", "--lr", "1e-3"]
-    quotes = ["--schedule", "auto --zero-bubble-memory-limit 1.5 --lr 1e-2", "--schedule", "chosen"]
-    given = read_flags(BenchmarkFlags, [*SIZE, *quotes, "--", *TINY, *words], "", "").of_named_schedules()
-    field = gather(given, False, (*peers(given, with_torch=False),))
-    baseline, auto, chosen, interleaved = field.contestants
-    assert (baseline.words, interleaved.words) == ((), (CHUNKS_FLAG, "2"))
-    assert {"--zero-bubble-memory-limit=2", "--enable-optimizer-post-validation"}.isdisjoint(field.flags)
-    assert chosen.words == ("--zero-bubble", *words[:2])
-    trained = complete_arguments([*field.flags, *auto.words], 2, "", has_cuda=False)
-    assert (trained.zero_bubble_memory_limit, trained.lr) == ("1.5", 1e-2)
-    assert trained.zero_bubble_post_validation
-
-
-@pytest.mark.parametrize("chunks", [f"{CHUNKS_FLAG} 3", f"{CHUNKS_FLAG}=3"])
-def test_a_schedules_own_number_of_chunks_is_kept(chunks):
-    model = ["--num-layers", "6", *TINY[2:]]
-    given = read_flags(BenchmarkFlags, [*SIZE, "--schedule", f"interleaved-zb {chunks}", "--", *model], "", "")
-    _, ours = gather(given, False, ()).contestants
-    assert ours.words == ("--zero-bubble-schedule", "interleaved-zb", *chunks.split())
-    assert ours.placement == Placement("interleaved", 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "has_megatrons", "has_torchs"),
-    [((), False, False), (("--peers",), True, True), (("--peers", "megatron-core"), True, False)],
-)
-def test_peers_of_torch_can_be_left_out(monkeypatch, flags, has_megatrons, has_torchs):
-    names = []
-    monkeypatch.setattr(train, "benchmark", lambda _, peers: names.extend(one.name for one in peers))
-    assert train.main([*SIZE, *flags, "--", *TINY]) == 0
-    assert ("megatron-core interleaved" in names) == has_megatrons
-    assert ("torch GPipe" in names) == has_torchs
 
 
 @pytest.mark.parametrize(
@@ -211,115 +71,6 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(rounds, "take_turn", turn)
     return rounds.compare_trainings(given := arguments("--rounds", "3", "--schedule", "zb-h1"), tuple(peers(given)))
-
-
-OWN = [*TINY, "--pipeline-model-parallel-size=2", "--global-batch-size", "8", "--train-iters", "80000"]
-OWN += ["--lr", "1e-3", "--lr-warmup-iters", "400", "--save", "somewhere", "--load", "elsewhere", "--eval-iters", "9"]
-OWN += ["--num-layers-per-virtual-pipeline-stage", "1", "--zero-bubble-memory-limit", "1.5", "--log-interval", "100"]
-
-
-def own_field(*more: str):
-    given = read_flags(BenchmarkFlags, ["--warmup", "10", "--", *OWN, *more], "benchmark", "")
-    flags, others = of_own_training(given, 0)
-    return flags, gather(flags, False, others)
-
-
-def test_a_training_of_ones_own_runs_under_megatron_cores_schedules_and_the_plan(capsys):
-    flags, field = own_field()
-    assert (flags.pipeline_size, flags.num_microbatches, flags.num_ranks) == (2, 8, 2)
-    assert [(one.name, one.words) for one in field.contestants] == [
-        (BASELINE, ()),
-        (name := "--zero-bubble --zero-bubble-memory-limit 1.5", tuple(name.split())),
-        ("megatron-core interleaved, 2 chunks", ("--num-virtual-stages-per-pipeline-rank", "2")),
-    ]
-    assert (
-        "megatron-core interleaved, 4 chunks left out: --num-virtual-stages-per-pipeline-rank 4 x"
-        in capsys.readouterr().err
-    )
-    words = " ".join(field.flags)
-    assert "--train-iters 80000 --lr 1e-3 --lr-warmup-iters 400 --exit-interval 30" in words
-    assert "--log-interval 5" in words
-    assert not {"--save", "--load", "--num-layers-per-virtual-pipeline-stage"} & {*field.flags}
-    assert (field.args.save, field.args.eval_iters, field.args.global_batch_size) == (None, 0, 8)
-
-
-def test_gpus_hold_as_many_replicas_of_a_training_as_fit():
-    given = read_flags(BenchmarkFlags, ["--", *OWN], "benchmark", "")
-    flags, _ = of_own_training(given, num_devices=5)
-    assert (flags.num_ranks, flags.num_microbatches) == (4, 4)
-
-
-def test_a_named_schedule_after_the_dashes_is_the_plan():
-    _, field = own_field("--zero-bubble-schedule", "zb-v")
-    assert field.contestants[1].words == ("--zero-bubble-memory-limit", "1.5", "--zero-bubble-schedule", "zb-v")
-
-
-def own_results(monkeypatch, **milliseconds: list[float]):
-    """The results of rounds that took these times, by a word of the command."""
-    calls = Counter()
-
-    def turn(command, environment, warmup, timeout):
-        name = (
-            "plan"
-            if "--zero-bubble" in command
-            else "chunks"
-            if "2" in command[-30:] and CHUNKS_FLAG in command
-            else "core"
-        )
-        calls[name] += 1
-        return Turn((milliseconds[name][calls[name] - 1],), (), None, None, 2.0**30)
-
-    monkeypatch.setattr(rounds, "take_turn", turn)
-    given = read_flags(BenchmarkFlags, ["--rounds", str(len(milliseconds["core"])), "--", *OWN], "benchmark", "")
-    flags, others = of_own_training(given, 0)
-    return rounds.compare_trainings(flags, others)
-
-
-def test_the_advice_names_the_fastest_and_by_how_much(monkeypatch):
-    results = own_results(monkeypatch, core=[120.0, 242, 118], plan=[100.0, 200, 100], chunks=[110.0, 230, 115])
-    assert advice(results, iterations=20).splitlines() == [
-        "Use --zero-bubble --zero-bubble-memory-limit 1.5: 1.15 (1.10 to 1.15) times as fast as megatron-core "
-        "interleaved, 2 chunks, 1.20 (1.18 to 1.21) times as fast as megatron-core 1F1B.",
-        "Its largest process, its libraries included, takes 1024 MiB, megatron-core 1F1B's 1024.",
-    ]
-
-
-def test_the_advice_names_the_allocators_memory_on_gpus(monkeypatch):
-    results = own_results(monkeypatch, core=[120.0], plan=[100.0], chunks=[110.0])
-    on_gpus = [replace(one, turns=tuple(replace(turn, is_device_memory=True) for turn in one.turns)) for one in results]
-    assert (
-        advice(on_gpus, iterations=20).splitlines()[-1] == "Its fullest GPU takes 1024 MiB, megatron-core 1F1B's 1024."
-    )
-
-
-def test_the_advice_admits_what_the_rounds_do_not_tell_apart(monkeypatch):
-    results = own_results(monkeypatch, core=[120.0] * 3, plan=[100.0, 111, 99], chunks=[90.0, 112, 89])
-    text = advice(results, iterations=20)
-    assert text.startswith("Use megatron-core interleaved, 2 chunks (--num-virtual-stages-per-pipeline-rank 2): ")
-    assert "show no clear difference from --zero-bubble --zero-bubble-memory-limit 1.5: more --rounds may." in text
-
-
-def test_nothing_is_recommended_that_may_be_slower_than_1f1b(monkeypatch):
-    results = own_results(monkeypatch, core=[120.0] * 3, plan=[100.0, 130, 99], chunks=[121.0] * 3)
-    first, second, _ = advice(results, iterations=20).splitlines()
-    assert first.startswith(
-        "No schedule is faster than megatron-core 1F1B beyond doubt. The fastest was --zero-bubble "
-        "--zero-bubble-memory-limit 1.5: 1.20 (0.92 to 1.21) times as fast as megatron-core 1F1B"
-    )
-    assert second.startswith(
-        "These rounds show no clear difference from megatron-core 1F1B and megatron-core interleaved, 2"
-    )
-
-
-@pytest.mark.parametrize(
-    ("rounds", "iterations", "words"), [(1, 20, "1 round of 20 iterations"), (3, 1, "3 rounds of 1 iteration")]
-)
-def test_nothing_is_recommended_after_a_trial(monkeypatch, rounds, iterations, words):
-    results = own_results(monkeypatch, core=[120.0] * rounds, plan=[100.0] * rounds, chunks=[110.0] * rounds)
-    text = advice(results, iterations)
-    assert f"A trial, after which no schedule is recommended: {words}. At least --rounds 3 and" in text
-    assert "The fastest schedule was --zero-bubble" in text
-    assert "Use" not in text
 
 
 def test_ratios_are_taken_within_rounds(capsys, figures):

@@ -1,235 +1,22 @@
-"""The estimate: parameters of real models, operations as --log-throughput counts them, memory as published."""
+"""The estimate has a row for each schedule: its time, what it needs, whether that fits, and why it may not run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from estimated_jobs import EIGHT, FOUR, FULLY, LARGE, POST_VALIDATION, SMALL, UNTIED, arguments, job
 
-from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 from megatron.zero_bubble.cli.estimate_command import main
-from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
-from megatron.zero_bubble.session.model_states import States
-from megatron.zero_bubble.trainer.model_count import UnitCount, count_model, flops_of_sequence
+from megatron.zero_bubble.session.job_flags import JobFlags
 from tests.mistakes import one_line_mistake
 
-ROOT = Path(__file__).parents[2]
-
-SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", "16"]
-SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
-LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
-LLAMA += ["--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
 OFFLOADED = ["--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.5", "--zero-bubble-offload", "auto"]
 OFFLOADED += ["--transformer-impl", "local", "--pipeline-model-parallel-size", "4"]
-MODELS = {
-    "gpt": [],
-    "untied": ["--untie-embeddings-and-output-weights"],
-    "llama-like": LLAMA,
-    "wide heads": ["--kv-channels", "20", "--ffn-hidden-size", "100"],
-    "experts": ["--num-experts", "4", "--disable-bias-linear"],
-    "experts in some layers": [
-        *(
-            "--num-experts",
-            "4",
-            "--disable-bias-linear",
-            "--moe-layer-freq",
-            "[0]*3+[1]*5",
-            "--moe-ffn-hidden-size",
-            "24",
-        ),
-        *("--moe-shared-expert-intermediate-size", "16", "--moe-router-enable-expert-bias"),
-        *("--moe-router-score-function", "sigmoid"),
-    ],
-    "latent attention": [
-        *(
-            "--multi-latent-attention",
-            "--q-lora-rank",
-            "24",
-            "--kv-lora-rank",
-            "16",
-            "--qk-head-dim",
-            "8",
-            "--qk-layernorm",
-        ),
-        *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "12", "--position-embedding-type", "rope"),
-    ],
-    "prediction layers": ["--mtp-num-layers", "1", "--untie-embeddings-and-output-weights"],
-}
-FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-UNTIED = "--untie-embeddings-and-output-weights"
-LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
-POST_VALIDATION = ["--zero-bubble", "--zero-bubble-post-validation"]
-TOOL, FOUR = ["--world-size", "8"], ["--world-size", "4"]
-PAPER = json.loads((ROOT / "tests" / "cli" / "paper_memory.json").read_text())
-"""Peak memory in GB that Qi et al. 2024 report on A100 with 80 GB."""
-
-
-def arguments(*flags: str, world_size: int = 2, base: list[str] = SMALL):
-    required = ["--train-iters", "1", "--lr", "1e-4", "--mock-data"]
-    return complete_arguments([*base, *required, *flags], world_size, "test", has_cuda=True)
-
-
-def count(model) -> int:
-    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
-
-
-def layer(*flags: str, world_size: int = 2) -> UnitCount:
-    return count_model(arguments(*flags, world_size=world_size)).layers[0]
-
-
-@pytest.mark.parametrize("placement", [Placement("linear", 2), Placement("interleaved", 2, 2), Placement("v", 2, 2)])
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "prediction layers"])
-def test_parameters_are_those_of_megatron_cores_model(model, placement):
-    args = arguments(*MODELS[model])
-    with one_process(args):
-        real = [count(rank_model(args, placement, rank, None)) for rank in range(placement.num_ranks)]
-    estimated = job(*SMALL, *MODELS[model], tool=["--world-size", "2"])
-    assert [sum(held) for held in estimated.parameters(placement)] == real
-
-
-def test_tensor_parallel_ranks_share_matrices_and_column_biases():
-    whole = layer().parameters.dense
-    half = layer("--tensor-model-parallel-size", "2", world_size=4).parameters.dense
-    # Both norms, and the biases of the two row-parallel layers, are on every rank.
-    on_every_rank = 2 * 2 * 48 + 2 * 48
-    assert whole - on_every_rank == 2 * (half - on_every_rank)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_operations_are_those_of_the_log_line(model):
-    """The log line counts half of the attention's products, for a causal mask; unfused attention computes all."""
-    args = arguments("--global-batch-size", "8", "--attention-backend", "unfused", *MODELS[model])
-    computed = 4 * sum(unit.flops.total for unit in count_model(args).units)
-    channels = 2 * args.kv_channels if not args.multi_latent_attention else 8 + 4 + 12
-    layers = 8 + (args.mtp_num_layers or 0)
-    masked = 8 * args.seq_length * layers * 3 * args.seq_length * channels * args.num_attention_heads
-    assert computed - masked == pytest.approx(8 * flops_of_sequence(args), rel=1e-12)
-
-
-def test_tensor_and_sequence_parallel_activations_are_as_published():
-    """Korthikanti et al. 2022: sbh (10 + 24/t), and all of it over t with sequence parallelism; and 4sba / t."""
-    s, b, h, a, t = 16, 2, 48, 4, 2
-    flags = ("--bf16", "--tensor-model-parallel-size", "2")
-    split = layer(*flags, world_size=4).activations.after_f
-    assert split == pytest.approx(s * b * h * (10 + 24 / t) + 4 * s * b * a / t)
-    sequence = layer(*flags, "--sequence-parallel", world_size=4).activations.after_f
-    assert sequence == pytest.approx(s * b * (34 * h + 4 * a) / t)
-
-
-def test_context_parallel_ranks_share_what_zero_divides(capsys):
-    flags = [*SMALL, "--bf16", "--context-parallel-size", "2", "--use-distributed-optimizer"]
-    split = job(*flags)
-    assert (split.args.data_parallel_size, split.replicas.dense) == (2, 4)
-    [parameters, _] = split.parameters(Placement("linear", 2))
-    assert estimate(split, "1f1b").state_bytes[0] == parameters.dense * (6 + 12 / 4)
-    assert main([*TOOL, "--schedule", "1f1b", "--", *flags]) == 0
-    assert "ZeRO stage 1 over 4 data- and context-parallel ranks leaves 9\n" in capsys.readouterr().out
-    assert main([*TOOL, "--schedule", "1f1b", "--json", "--", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes_a_parameter"] == 9
-
-
-def test_recomputation_keeps_less_and_computes_more():
-    unfused = ("--bf16", "--attention-backend", "unfused")
-    plain, selective = (layer(*unfused, *more) for more in ((), ("--recompute-activations",)))
-    number = 4  # the kind of mask, which megatron-core hands over as a tensor
-    assert plain.activations.after_f - selective.activations.after_f == 16 * 2 * 7 * 4 * 16 - number
-    assert plain.flops.b < selective.flops.b
-    estimated, whole = (job(*SMALL, *unfused, *more, tool=["--world-size", "2"]) for more in (FULLY, ()))
-    recomputed, kept = (one.stage_costs(Placement("linear", 2)) for one in (estimated, whole))
-    assert not any(kept.time_r)
-    assert recomputed.memory_f == kept.memory_f
-    # Each of the stage's four layers keeps its input.
-    one, layer_input = estimated.count.layers[0].activations.after_f, 16 * 2 * 48 * 2
-    assert recomputed.memory_r[0] == 4 * (one - layer_input)
-
-
-@pytest.mark.parametrize(
-    ("method", "layers", "kept_inputs", "recomputed"),
-    [("uniform", 1, 4, 4), ("uniform", 2, 2, 4), ("block", 1, 1, 1), ("block", 9, 4, 4)],
-)
-def test_uniform_and_block_recomputation_keep_the_inputs_that_megatron_core_keeps(
-    method, layers, kept_inputs, recomputed
-):
-    flags = ["--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", str(layers)]
-    estimated = job(*SMALL, "--bf16", *flags, tool=["--world-size", "2"])
-    costs, one = estimated.stage_costs(Placement("linear", 2)), estimated.count.layers[0].activations.after_f
-    assert costs.memory_r[0] == pytest.approx(recomputed * one - kept_inputs * estimated.count.input_bytes)
-    assert costs.time_r[0] == pytest.approx(recomputed * estimated.costs.layers[0].time_f)
-
-
-@pytest.mark.parametrize(
-    ("precision", "expected"),
-    [
-        ("--fp16", [16, 4 + 12 / 8, 2 + 14 / 8, 16 / 8]),
-        # pretrain_gpt.py accumulates the gradients of bf16 in fp32.
-        ("--bf16", [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]),
-    ],
-)
-def test_zero_divides_what_each_stage_divides(precision, expected):
-    args = arguments(precision)
-    assert [States.of(args, stage).bytes_a_parameter(8) for stage in range(4)] == expected
-
-
-def test_a_snapshot_keeps_adams_part_twice():
-    flags = ("--fp16", "--global-batch-size", "8", *POST_VALIDATION)
-    assert States.of(arguments(*flags), 1).bytes_a_parameter(8) == 4 + 24 / 8
-    assert States.of(arguments(*flags, "--zero-bubble-rollback", "inverse"), 1).bytes_a_parameter(8) == 4 + 12 / 8
-    assert States.of(arguments(*flags, "--zero-bubble-rollback-on-host"), 1).bytes_a_parameter(8) == 4 + 12 / 8
-
-
-def test_sgd_has_one_moment_or_none():
-    flags = ("--fp16", "--global-batch-size", "8", "--optimizer", "sgd")
-    assert States.of(arguments(*flags), 0).bytes_a_parameter(8) == 4 + 4 + 4
-    assert States.of(arguments(*flags, "--sgd-momentum", "0"), 0).bytes_a_parameter(8) == 4 + 4
-    assert States.of(arguments(*flags, *POST_VALIDATION), 0).bytes_a_parameter(8) == 4 + 2 * 8
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], 2 + 4 + 12),
-        (["--grad-reduce-in-bf16"], 2 + 2 + 12),
-        (["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"], 2 + 4 + 2 + 2 + 2),
-        (["--main-params-dtype", "fp16", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16"], 2 + 4 + 2 + 1 + 2),
-        (["--no-store-param-remainders"], 2 + 4 + 12),
-    ],
-)
-def test_gradients_and_the_precision_aware_optimizer_are_counted_as_the_flags_say(flags, expected):
-    aware = [] if "--grad-reduce-in-bf16" in flags or not flags else ["--use-precision-aware-optimizer"]
-    assert States.of(arguments("--bf16", *aware, *flags), 0).bytes_a_parameter(8) == expected
-
-
-def job(*flags: str, tool: list[str] = TOOL) -> EstimatedJob:
-    return EstimatedJob.of(read_flags(EstimateFlags, [*tool, "--", *flags], "estimate", ""))
-
-
-def paper_job(name: str) -> EstimatedJob:
-    """The job that examples/estimate_paper.sh estimates."""
-    size = PAPER[name]["model"]
-    p, batch = size["pipeline"], size["micro_batch"]
-    flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]
-    flags += ["--pipeline-model-parallel-size", p, "--micro-batch-size", batch, "--global-batch-size", 3 * p * batch]
-    flags += ["--num-virtual-stages-per-pipeline-rank", size["chunks"], "--fp16"]
-    flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    flags += ["--seq-length", 1024, "--vocab-size", 50257, "--untie-embeddings-and-output-weights"]
-    flags += ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
-    tool = ["--world-size", str(p), "--reserved-memory", "1B"]
-    return job(*map(str, flags), tool=tool)
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_memory_is_within_6_percent_of_the_papers(name):
-    measured = PAPER[name]["peak_memory_GB"]
-    found = {schedule: max(estimate(paper_job(name), schedule).total_bytes) / 1e9 for schedule in measured}
-    assert found == pytest.approx(measured, rel=0.06)
 
 
 def test_what_does_not_fit_is_said_so_and_auto_takes_what_is_left(capsys):
@@ -288,8 +75,6 @@ def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(
 
 def test_a_profile_replaces_operations(tmp_path):
     args = arguments()
-    from megatron.zero_bubble.session.job_flags import JobFlags
-
     file = tmp_path / "profile.json"
     costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))
     file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, JobFlags.of(args).model)))
@@ -351,7 +136,7 @@ def test_full_recomputation_is_an_operation_and_1f1b_of_megatron_core_recomputes
     costs, kept = (job(*given).stage_costs(Placement("linear", 4)) for given in (flags, plain))
     assert (costs.time_b, costs.memory_f) == (kept.time_b, kept.memory_f), "B and F are what they are without R"
     assert costs.time_r[0] == pytest.approx(costs.time_f[0])
-    assert main([*TOOL, "--schedule", "1f1b", "--schedule", "zb-h1", "--json", "--", *flags]) == 0
+    assert main([*EIGHT, "--schedule", "1f1b", "--schedule", "zb-h1", "--json", "--", *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["flops_of_a_microbatch"]["r"] > 0
     inside = simulate(generate("1f1b", 4, job(*flags).flags.most_microbatches), costs.recomputing_in_backward())
@@ -389,76 +174,6 @@ def test_the_table_says_what_is_offloaded_and_how_much_host_memory_that_takes(ca
     assert one["offloaded"] > 0 == other["offloaded"]
     assert max(one["host_bytes"]) > 0 == max(other["host_bytes"])
     assert one["iteration_ms"] < other["iteration_ms"]
-
-
-BF16 = "--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
-BF16 += "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 1 "
-BF16 += "--micro-batch-size 1 --use-distributed-optimizer --pipeline-model-parallel-size 8 --sequence-parallel"
-DEEPSEEK_V3 = """
---num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128 --seq-length 4096
---multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
---v-head-dim 128 --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --vocab-size 129279
---num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048
---moe-router-load-balancing-type seq_aux_loss --moe-router-topk 8 --moe-router-pre-softmax --moe-grouped-gemm
---moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5
---moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-permute-fusion
---moe-token-dispatcher-type alltoall --mtp-num-layers 1 --tensor-model-parallel-size 2 --expert-model-parallel-size 64
---global-batch-size 15360 --allow-padding-num-layers
-"""
-LLAMA_3_1_405B = """
---num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --group-query-attention
---num-query-groups 8 --seq-length 8192 --rotary-base 500000 --use-rope-scaling --vocab-size 128255
---tensor-model-parallel-size 8 --context-parallel-size 2 --num-virtual-stages-per-pipeline-rank 8
---global-batch-size 1536 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-"""
-QWEN3_235B = """
---num-layers 94 --hidden-size 4096 --num-attention-heads 64 --group-query-attention --num-query-groups 4
---kv-channels 128 --qk-layernorm --seq-length 4096 --rotary-base 1000000 --vocab-size 151935 --num-experts 128
---moe-ffn-hidden-size 1536 --moe-router-topk 8 --moe-grouped-gemm --tensor-model-parallel-size 2
---expert-model-parallel-size 32 --global-batch-size 2048 --account-for-embedding-in-pipeline-split
---account-for-loss-in-pipeline-split
-"""
-
-
-@pytest.mark.parametrize(
-    ("model", "billions", "active"),
-    [(DEEPSEEK_V3, 671.03, 37.6), (LLAMA_3_1_405B, 405.85, 405.9), (QWEN3_235B, 235.09, 22.2)],
-    ids=["DeepSeek-V3", "Llama 3.1 405B", "Qwen3-235B"],
-)
-def test_published_models_have_their_parameters_and_operations(model, billions, active):
-    """Of a token F computes two operations with each active parameter but the embedding's, and attention's own."""
-    estimated = job(*model.split(), *BF16.split(), tool=["--world-size", "1024"])
-    assert sum(unit.whole for unit in estimated.count.units) / 1e9 == pytest.approx(billions, rel=1e-4)
-    args = estimated.args
-    embedding = args.padded_vocab_size * args.hidden_size / 1e9
-    channels = 320 / 2 if args.multi_latent_attention else args.kv_channels
-    attended = 2 * args.seq_length / 2 * channels * args.num_attention_heads / 1e9
-    layers = args.num_layers + (args.mtp_num_layers or 0)
-    further = 0 if args.mtp_num_layers is None else further_parameters(args) / 1e9
-    computed = estimated.flops_of_sequence / args.seq_length / 6 / 1e9
-    assert computed == pytest.approx(active - embedding + layers * attended + further, rel=0.01)
-
-
-def further_parameters(args) -> float:
-    """Parameters that a token passes in the prediction layer: those of an expert layer, the joining, and the logits."""
-    one = count_model(replace(args, tensor_model_parallel_size=1, sequence_parallel=False)).layers[-1]
-    held = 256 // args.expert_model_parallel_size
-    joining = 2 * args.hidden_size**2
-    return one.parameters.dense + one.parameters.expert / held * 8 + joining + args.padded_vocab_size * args.hidden_size
-
-
-def test_the_defaults_are_megatron_lms():
-    """A recipe without --transformer-impl means Transformer Engine, whose attention and gated MLP are fused."""
-    model = [*LLAMA_3_1_405B.split(), *BF16.split()]
-    plain, engine, local = (
-        max(estimate(job(*model, *more, tool=["--world-size", "1024"]), "1f1b").activation_bytes)
-        for more in ((), ("--transformer-impl", "transformer_engine"), ("--transformer-impl", "local"))
-    )
-    assert plain == engine
-    # sb/(tc) (18 h + 4 kv + 6 f) and a logarithm of each head's sums: 16 layers, of 8 microbatches
-    h, f, tokens = 16384, 53248, 8192 / 2
-    assert engine == pytest.approx(16 * 8 * tokens / 8 * (10 * h + 2 * 2 * 1024 + 6 * f + 4 * 128), rel=0.07)
-    assert local > 1.3 * engine
 
 
 def test_layers_that_the_ranks_do_not_divide_are_said_once_and_compared_with_what_megatron_needs(capsys):

@@ -13,7 +13,7 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import settle_layout
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.session.start_up import SessionError
-from tests.launcher.test_launch_mistakes import script_arguments
+from tests.launcher.script_flags import script_arguments
 
 
 def builds_one_chunk(pre_process: bool, post_process: bool) -> None: ...

@@ -6,7 +6,6 @@ One rank in one process: first every F, then R and B of every microbatch, then e
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from megatron.zero_bubble.cli.check.stage_run import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, split_checkpoints
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation
 from megatron.zero_bubble.runtime.communicator import Communicator
@@ -222,89 +221,6 @@ def test_r_gathers_what_tensor_parallel_ranks_have_kept_their_parts_of():
     get_model_config(rank.chunks[0]).distribute_saved_activations = True
     expected = rank.step((), None)
     assert_same(rank.step(range(NUM_MICROBATCHES), RecomputationStore()), expected)
-
-
-def test_an_input_that_was_divided_is_whole_again_after_r():
-    """The test installs hooks that pack saved tensors, because measuring memory on a CPU does so too."""
-    hidden, gradient = torch.rand(2, 1, 4, requires_grad=True), torch.rand(2, 1, 4)
-    expected = torch.autograd.grad(hidden.sin(), hidden, gradient)[0]
-    store = RecomputationStore()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        store.forward(0, 0, drops=True),
-        split_checkpoints(store),
-    ):
-        output = random.checkpoint(torch.sin, True, hidden)
-    assert hidden.shape == (8,)
-    store.recompute(0, 0)
-    assert hidden.shape == (2, 1, 4)
-    output.backward(gradient)
-    assert torch.equal(hidden.grad, expected)
-
-
-def test_a_dropped_block_keeps_only_its_input_until_r():
-    store, weight, saved = RecomputationStore(), torch.ones(3, requires_grad=True), []
-    hidden = torch.rand(3, requires_grad=True)
-    outputs = []
-
-    def block(x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        output = (x * weight).exp().sin()
-        outputs.append(weakref.ref(output))
-        return output, None
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        with store.forward(0, 0, drops=True), split_checkpoints(store):
-            dropped, nothing = random.checkpoint(block, False, hidden)
-        assert [tensor.data_ptr() for tensor in saved] == [hidden.data_ptr()]
-        assert nothing is None
-        store.recompute(0, 0)
-        assert len(saved) > 3
-    assert outputs[-1]() is None, "the output is there already, as the input of the next block"
-    dropped.backward(torch.ones(3))
-    expected = torch.autograd.grad(block(hidden)[0].sum(), (hidden, weight))
-    assert torch.equal(hidden.grad, expected[0])
-    assert torch.equal(weight.grad, expected[1])
-
-
-def test_backward_before_r_is_an_error():
-    store = RecomputationStore()
-    hidden = torch.rand(3, requires_grad=True)
-    with store.forward(0, 0, drops=True), split_checkpoints(store):
-        output = random.checkpoint(torch.sin, False, hidden)
-    with pytest.raises(AssertionError, match="before its R"):
-        output.sum().backward()
-
-
-def test_nothing_is_handed_over_where_no_gradient_is_computed():
-    store = RecomputationStore()
-    with store.forward(0, 0, drops=True), split_checkpoints(store):
-        assert not random.checkpoint(torch.sin, False, torch.rand(3)).requires_grad
-    store.recompute(0, 0)
-
-
-def test_only_the_outer_checkpoints_of_an_f_are_split():
-    """Outside of F, without a store, and inside a block `checkpoint` is megatron-core's; after an error, too."""
-    megatrons, store, seen = random.CheckpointFunction, RecomputationStore(), []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        seen.append((random.CheckpointFunction is megatrons, store.mode))
-        return x
-
-    hidden = torch.rand(3, requires_grad=True)
-    for drops in (True, False):
-        with store.forward(0, 0, drops=drops), split_checkpoints(store):
-            assert random.CheckpointFunction is not megatrons
-            random.checkpoint(block, False, hidden)
-            assert random.CheckpointFunction is not megatrons
-        assert random.CheckpointFunction is megatrons
-    store.recompute(0, 0)
-    assert seen == [(True, None)] * 3
-    for without in (None, store):
-        with split_checkpoints(without):
-            assert random.CheckpointFunction is megatrons
-    with pytest.raises(ZeroDivisionError), store.forward(0, 0, drops=True), split_checkpoints(store):
-        raise ZeroDivisionError
-    assert random.CheckpointFunction is megatrons
 
 
 def test_transformer_engines_checkpoint_recomputes_in_b(monkeypatch: pytest.MonkeyPatch):

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shard_schedules import with_shards
 from toy_pipeline import BATCH, WIDTH
-from toy_vocabulary import ROWS, ShardPipeline, VocabularyProblem, with_shards
+from toy_vocabulary import ROWS, ShardPipeline, VocabularyProblem
 
 from megatron.zero_bubble.planner import generate, names, placement_for
 from megatron.zero_bubble.planner.registry import ENTRIES

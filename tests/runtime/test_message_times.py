@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.zero_bubble.runtime import message_times
 from megatron.zero_bubble.runtime.communicator import TensorSpec
@@ -19,13 +17,6 @@ from megatron.zero_bubble.schedule import Placement
 from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("while_computing", [False, True])

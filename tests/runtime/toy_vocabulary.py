@@ -1,11 +1,10 @@
-"""A toy pipeline whose ranks each have rows of an embedding and of an output layer, and its schedules."""
+"""A toy pipeline whose ranks each have rows of an embedding and of an output layer."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ from megatron.zero_bubble.runtime.exchange_lane import ThreadLane
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.graph import Node, dependencies, nodes_of
 from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 ROWS = 5
@@ -302,35 +300,3 @@ class ShardPipeline:
     def close(self) -> None:
         for lane in self.lanes:
             lane.close()
-
-
-def with_shards(schedule: Schedule, seed: int) -> Schedule:
-    """Insert the operations on vocabulary shards at places that a seed draws among those that work.
-
-    Operations run one by one, on a rank that the seed draws: the next of the schedule or the next one on the shard.
-    """
-    choices, placement = random.Random(seed), schedule.placement
-    trains = any(op.kind in (OpKind.B, OpKind.BW) for ops in schedule.ops for op in ops)
-    kinds = [OpKind.E, OpKind.S, *([OpKind.T, OpKind.EW] if trains else [])]
-    last_rank = placement.rank_of(placement.num_stages - 1)
-    queues: list[list[list[Op]]] = []
-    for rank, ops in enumerate(schedule.ops):
-        here = [*kinds, OpKind.L] if rank == last_rank else kinds
-        queues.append([list(ops), *([Op(kind, m) for m in range(schedule.num_microbatches)] for kind in here)])
-    whole = replace(schedule, ops=tuple(tuple(op for queue in own for op in queue) for own in queues))
-    made: set[Node] = set()
-    ranks: list[list[Op]] = [[] for _ in queues]
-    while any(queue for own in queues for queue in own):
-        ready = list(_ready(whole, queues, made))
-        rank, queue = choices.choice(ready)
-        op = queue.pop(0)
-        made.update(nodes_of(placement, rank, op))
-        ranks[rank].append(op)
-    return replace(whole, name=f"{schedule.name} on shards, seed {seed}", ops=tuple(map(tuple, ranks)))
-
-
-def _ready(whole: Schedule, queues: list[list[list[Op]]], made: set[Node]) -> Iterator[tuple[int, list[Op]]]:
-    for rank, own in enumerate(queues):
-        for queue in own:
-            if queue and made.issuperset(dependencies(whole, rank, queue[0])):
-                yield rank, queue

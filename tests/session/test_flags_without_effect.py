@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.profiling import planning_options, too_short_to_profile
 from tests.checked_flags import checked, checked_job
-from tests.session.test_plans_refused import KEPT, PLANNED, profile_of, refusal
+from tests.session.planned_flags import KEPT, PLANNED, profile_of, refusal
 
 UNMEASURED = {"--zero-bubble-profile-iters": "0 0"}
 

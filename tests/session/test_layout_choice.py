@@ -1,48 +1,22 @@
-"""What a job's flags leave open of its layout, and what is chosen."""
+"""A layout is chosen where no flag fixes it, among the layouts that the flags and the memory limit allow."""
 
-from argparse import Namespace
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble.planner import Layout, Plan
+from megatron.zero_bubble.planner import Layout
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.session.layout_choice import (
-    LayoutChoice,
     check_unit_costs_output,
     choose_layout,
     is_layout_open,
     megatrons_layout_flags,
-    saved_choice,
 )
-from megatron.zero_bubble.session.layout_words import flags_of_layout, layers_words
-from megatron.zero_bubble.session.reports import layout_lines
-from megatron.zero_bubble.session.settings import job_settings
-
-MIB = 2.0**20
-LAYER = UnitCosts(1, 1, 0.8, memory_f=MIB, memory_b=-0.5 * MIB, memory_w=-0.5 * MIB, time_r=1, memory_r=0.9 * MIB)
-OUTPUT = UnitCosts(3, 3, 3, memory_f=0.5 * MIB, memory_b=-0.2 * MIB, memory_w=-0.3 * MIB, state=4 * MIB)
-MODEL = ModelCosts(UnitCosts(0.01, 0, 0.01, state=4 * MIB), (LAYER,) * 8, OUTPUT, 0.05)
-
-
-def flags(**given: object) -> JobFlags:
-    known = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16, "world_size": 4}
-    made = JobFlags(**{"zero_bubble": True, **known, **given})
-    return JobFlags(**{**vars(made), "model_chunks": chunks_of_flags(made)})
-
-
-def all_of(found: LayoutChoice) -> list[Plan]:
-    """The chosen plan and the others."""
-    return [found.plan, *found.plan.others]
-
-
-WHOLE = flags(zero_bubble_placement="linear", zero_bubble_vocabulary_parallel="off")
-"""One chunk a rank, with a whole embedding and output layer."""
+from megatron.zero_bubble.session.layout_words import flags_of_layout
+from tests.session.layout_jobs import HEAVY, LAYER, MODEL, OUTPUT, WHOLE, all_of, flags
 
 
 def test_a_layout_is_open_unless_a_flag_says_it() -> None:
@@ -175,133 +149,6 @@ def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
         choose_layout(flags(zero_bubble_memory_limit="1KiB"), MODEL, None, 1024)
 
 
-def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
-    layout = Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0))
-    chosen = flags_of_layout(layout)
-    again = flags(**chosen)
-    assert again.model_chunks == 2
-    assert again.zero_bubble_placement == "v"
-    assert chosen["pipeline_model_parallel_layout"] == "E|t*1|t*1|t*2|t*1|t*1|t*2|L"
-
-
-def saved(**changed: object) -> Namespace:
-    """The arguments in the checkpoint of a job whose layout was chosen."""
-    chosen = flags_of_layout(Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0)))
-    return Namespace(**{**vars(flags()), **chosen, **changed})
-
-
-def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> None:
-    for by_layer in (True, False):
-        choice = saved_choice(saved(zero_bubble_seed_by_layer=by_layer), flags())
-        assert choice is not None
-        again = flags(**choice.flags)
-        assert again.model_chunks == 2
-        assert again.zero_bubble_placement == "v"
-        assert again.zero_bubble_seed_by_layer is by_layer
-
-
-LIMITS = {"zero_bubble_layout_limits": (100.0, 200.0, 200.0, 100.0)}
-"""The memory limits under which the saved layout was chosen. Its own 1F1B may need another amount of memory."""
-
-
-@pytest.mark.parametrize(
-    ("given", "is_kept"),
-    [
-        ({}, True),
-        ({"zero_bubble_memory_limit": "2"}, False),
-        ({"micro_batch_size": 4}, False),
-        ({"world_size": 16}, False),
-    ],
-)
-def test_a_job_that_goes_on_keeps_the_memory_limits_of_the_layout(given: dict[str, object], is_kept: bool) -> None:
-    now = JobFlags.of(Namespace(**vars(flags(**given))))
-    choice = saved_choice(saved(**LIMITS), now)
-    assert choice is not None
-    planning = job_settings(now, {}, has_cuda=False, choice=choice).planning
-    assert planning is not None
-    assert planning.limits == (LIMITS["zero_bubble_layout_limits"] if is_kept else None)
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_megatrons"),
-    [
-        (Layout(Placement("linear", 4), (2, 2, 2, 2)), True),
-        (Layout(Placement("linear", 4), (2, 2, 2, 2), vocabulary_parallel=True), False),
-        (Layout(Placement("linear", 4), (1, 3, 2, 2)), False),
-        (Layout(Placement("v", 4, 2), (1,) * 8), False),
-    ],
-)
-def test_a_job_that_goes_on_with_megatrons_split_compares_the_planned_order_with_megatrons_order(
-    layout: Layout, is_megatrons: bool
-) -> None:
-    choice = saved_choice(Namespace(**{**vars(flags()), **flags_of_layout(layout)}), flags())
-    assert choice is not None
-    assert choice.is_megatrons_split is is_megatrons
-    planning = job_settings(flags(), {}, has_cuda=False, choice=choice).planning
-    assert planning is not None
-    assert planning.tries_own_order is is_megatrons
-
-
-def test_a_job_with_the_same_number_of_chunks_keeps_the_layout() -> None:
-    choice = saved_choice(saved(zero_bubble_placement="interleaved"), flags(num_virtual_stages_per_pipeline_rank=2))
-    assert choice is not None
-    assert choice.flags["num_virtual_stages_per_pipeline_rank"] is None
-
-
-@pytest.mark.parametrize(
-    ("changed", "given"),
-    [
-        ({"num_layers": 9}, {}),
-        ({"pipeline_model_parallel_size": 2}, {}),
-        ({"zero_bubble_placement": None}, {}),
-        ({}, {"zero_bubble_placement": "linear"}),
-        ({}, {"zero_bubble_recompute": "planned"}),
-        ({}, {"recompute_granularity": "full"}),
-        ({"recompute_granularity": "full"}, {}),
-        ({}, {"num_virtual_stages_per_pipeline_rank": 2}),
-        ({}, {"num_layers_per_virtual_pipeline_stage": 1}),
-        ({"zero_bubble_seed_by_layer": False}, {"zero_bubble_seed_by_layer": True}),
-        ({"zero_bubble_recompute": "planned"}, {"use_torch_fsdp2": True}),
-        ({"zero_bubble_vocabulary_parallel": "on"}, {"use_torch_fsdp2": True}),
-    ],
-)
-def test_a_saved_layout_is_not_kept_by_another_job(changed: dict[str, object], given: dict[str, object]) -> None:
-    assert saved_choice(saved(), flags()) is not None
-    assert saved_choice(saved(**changed), flags(**given)) is None
-
-
-def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
-    found = choose_layout(WHOLE, MODEL, None, 1024)
-    lines = list(layout_lines(found, flags_of_layout(found.plan.layout)))
-    assert lines[0] == " > layout chosen for 4 ranks and 16 microbatches"
-    assert "8 layers 1.00 + 1.00 + 0.80 each; embedding 0.01 + 0.00 + 0.01; output 3.00 + 3.00 + 3.00" in lines[1]
-    assert lines[3].split()[:5] == ["chosen:", "linear", "2", "3x2", "0"]
-    assert lines[4].startswith("     Megatron's split, auto  2x4 ")
-    assert lines[-1].endswith(
-        "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear "
-        "--zero-bubble-seed-by-layer --zero-bubble-vocabulary-parallel off"
-    )
-    times = found.megatrons[0].time / found.plan.time
-    assert lines[-2].startswith(f"     as fast as, with Megatron's split: {times:.3f} times auto, ")
-
-
-def test_a_hybrid_layout_is_shown_and_repeated_by_its_symbols() -> None:
-    pattern = HybridPattern.parse("-M*M-M*M")
-    found = choose_layout(WHOLE, MODEL, None, 1024)
-    lines = list(layout_lines(found, flags_of_layout(found.plan.layout, pattern=pattern)))
-    assert "2 layers -: 1.00 + 1.00 + 0.80 each; 4 layers M: 1.00 + 1.00 + 0.80 each; 2 layers *: 1.00" in lines[1]
-    assert lines[3].startswith("     chosen: linear          -M | *M- | M*M |   ")
-    assert lines[4].startswith("     Megatron's split, auto  -M | *M | -M | *M  ")
-    assert "--hybrid-layer-pattern='-M|*M-|M*M|'" in lines[-1]
-
-
-def test_equal_stages_are_counted() -> None:
-    assert layers_words(Layout(Placement("linear", 5), (4, 5, 5, 5, 2))) == "4 5x3 2"
-
-
-HEAVY = replace(MODEL, output=replace(OUTPUT, time_f=6, time_b=6, time_w=6), layers=(LAYER,) * 16)
-
-
 def test_a_heavy_vocabulary_is_spread_unless_a_flag_or_its_size_forbids_it() -> None:
     given = flags(num_layers=16)
     chosen = choose_layout(given, HEAVY, None, 1024).plan
@@ -317,13 +164,6 @@ def test_a_heavy_vocabulary_is_spread_unless_a_flag_or_its_size_forbids_it() -> 
         assert flags_of_layout(whole.layout, given.mtp_num_layers)["zero_bubble_vocabulary_parallel"] == "off"
     forced = choose_layout(flags(zero_bubble_vocabulary_parallel="on"), MODEL, None, 1024)
     assert all(plan.layout.vocabulary_parallel for plan in all_of(forced))
-
-
-def test_the_table_says_where_the_vocabulary_is_spread() -> None:
-    found = choose_layout(flags(num_layers=16), HEAVY, None, 1024)
-    lines = list(layout_lines(found, flags_of_layout(found.plan.layout)))
-    assert ", vocabulary shards" in lines[3]
-    assert "--zero-bubble-vocabulary-parallel on" in lines[-1]
 
 
 def test_megatrons_split_is_not_compared_with_itself() -> None:

@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session import new_layout
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, choose_layout
 from megatron.zero_bubble.session.new_layout import new_choice
-from tests.session.test_layout_choice import HEAVY, MODEL, flags
+from tests.session.layout_jobs import HEAVY, MODEL, flags
 
 MILD = replace(HEAVY, output=replace(HEAVY.output, time_f=4, time_b=4, time_w=4))
 """A model for which a V without vocabulary shards is only a little slower than the best layout with shards."""

@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.plans import choose_plan
 from tests.checked_flags import checked, checked_job
-from tests.session.test_plans_refused import KEPT, PLANNED, profile_of, refusal, schedule_file
+from tests.session.planned_flags import KEPT, PLANNED, profile_of, refusal, schedule_file
 
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
 BY_SCHEDULE = {"--zero-bubble-recompute": "planned"}

@@ -8,15 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from test_data import (  # noqa: F401 - one_rank is a fixture of all tests here
-    VOCAB_SIZE,
-    build,
-    config,
-    equal,
-    microbatches,
-    one_rank,
-    write_tokens,
-)
+from token_data import VOCAB_SIZE, build, config, equal, microbatches, write_tokens
 
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -24,6 +16,8 @@ from megatron.zero_bubble.trainer.data import get_batch
 from megatron.zero_bubble.trainer.data_documents import padded
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 LENGTHS = (1, 2, 3, 8, 17, 30, 5, 11)
 

@@ -1,0 +1,115 @@
+"""Checkpointed layers of a pipeline run again before their backward and get the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_threads import gradients_of, merged, pipelines, run_in_one_process
+from small_layers import assert_equal, stack
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule, monkeypatch):
+    layers, batch = stack(4)
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+    recomputed = []
+    recompute = RecomputationStore.recompute
+
+    def count(store, chunk, microbatch):
+        recomputed.append((chunk, microbatch))
+        recompute(store, chunk, microbatch)
+
+    monkeypatch.setattr(RecomputationStore, "recompute", count)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "checkpoint": True}
+    assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
+    assert len(recomputed) >= 4
+
+
+class Block(nn.Module):
+    """Repeats its forward in the backward, as models with gradient checkpointing do, and counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*stack(3)[0])
+        self.num_forwards = 0
+
+    def _run(self, x):
+        self.num_forwards += 1
+        return self.inner(x)
+
+    def forward(self, x):
+        return checkpoint(self._run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_torchs_checkpoint_repeats_a_forward_once_and_w_stays_in_b(schedule):
+    layers, batch = [Block(), *stack(1)[0]], stack(1)[1]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        pipeline.train_batch(batch)  # the first batch has one more forward, which discovers messages
+        counts = [block.num_forwards for block in pipeline.modules() if isinstance(block, Block)]
+        pipeline.zero_grad()
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        counts += [block.num_forwards - counts[0] for block in pipeline.modules() if isinstance(block, Block)]
+        return {"counts": counts, **gradients_of(pipeline)}
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": [1]}
+    with pytest.warns(UserWarning, match="W stays in B inside torch.utils.checkpoint"):
+        parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
+    assert [part.pop("counts") for part in parts] == [[9, 8], []]
+    assert_equal(merged(parts), gradients_of(model))
+
+
+class Watched(nn.Module):
+    """Hooks its input, and returns a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.seen.append)
+        return x.view_as(x)
+
+
+def test_checkpointed_layers_may_return_views_of_their_inputs():
+    layers, batch = stack(2)
+    watched = Watched()
+    layers[1:1] = [nn.Unflatten(1, (2, 3)), nn.Identity(), nn.Flatten(), watched, nn.Flatten()]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        seen = [module.seen for module in pipeline.modules() if isinstance(module, Watched)]
+        return {"seen": seen, **gradients_of(pipeline)}
+
+    for partition in ([2], [3], [7]):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": partition, "checkpoint": True}
+        parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
+        (seen,) = [seen for part in parts for seen in part.pop("seen")]
+        assert len(seen) == 4, "the hook ran once for each microbatch"
+        assert_equal(merged(parts), {**dict.fromkeys(merged(parts)), **gradients_of(model)})
+
+
+def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():
+    layers, batch = stack(4)
+    layers.insert(1, nn.Dropout(0.5))  # on the first rank alone: the threads of a test share one generator
+
+    def train(checkpoint: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", "checkpoint": checkpoint}
+        steps = lambda pipeline: (pipeline.train_batch(batch), gradients_of(pipeline))[1]  # noqa: E731
+        return merged(pipelines(2, layers, nn.functional.mse_loss, steps, **arguments))
+
+    assert_equal(train(True), train(False))
