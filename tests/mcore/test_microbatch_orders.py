@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import islice
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_every_chunk_has_its_data_in_the_order_of_the_decision():
     data = StepData([None, first, second], 3)
     nothing, of_first, of_second = data.ordered(StepDecision(None, (2, 0, 1)))
     assert nothing is None
-    assert ("".join(of_first), "".join(of_second)) == ("cab", "CAB")
+    assert ("".join(islice(of_first, 3)), "".join(islice(of_second, 3))) == ("cab", "CAB")
     assert next(first) == "d"
     assert data.sizes() == [None] * 3
 
@@ -32,6 +33,29 @@ def test_data_that_ends_early_stays_in_its_order():
 
     (given,) = StepData([iter("ab")], 3).ordered(StepDecision(None, (2, 0, 1)))
     assert "".join(given) == "ab"
+
+
+def test_chunks_that_share_an_iterator_share_the_microbatches_of_a_step():
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    source = iter("abcdef")
+    first, second = StepData([source, source], 3).ordered(StepDecision(None, (2, 0, 1)))
+    assert [next(first), next(second), next(first)] == ["c", "a", "b"]
+    assert "".join(source) == "def", "the next step has the following data"
+
+
+def test_a_forward_step_that_reads_several_items_is_refused():
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+    from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+
+    (given,) = StepData([iter("abcd")], 2).ordered(StepDecision(None, (1, 0)))
+    assert [next(given), next(given)] == ["b", "a"]
+    with pytest.raises(
+        ForwardStepError, match=r"^the forward step reads more than 2 items for 2 microbatches, .* data "
+    ):
+        next(given)
+    (given,) = StepData([iter("abcd")], 2).ordered(StepDecision(None, (0, 1)))
+    assert "".join(given) == "abcd", "the order of the data suits any forward step"
 
 
 def test_the_next_microbatches_are_seen_where_the_data_allows_it():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
 from megatron.zero_bubble.cli.check.stage_run import make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.mcore.restart import Restart
+from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -53,3 +55,29 @@ def test_what_forwards_count_in_buffers_counts_once() -> None:
     assert module.num_batches_tracked == 2
     restart.apply()
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+@pytest.mark.usefixtures("args")
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
+def test_data_that_are_random_continue_after_a_restart_as_without_a_restart(draw: Callable[[], float]) -> None:
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = [draw() for _ in range(5)]
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    restart = Restart([])
+    (data, also), (rewindable,) = make_rewindable([iter(draw, None)] * 2)
+    assert [next(data), next(also), draw()] == expected[:3], "the last number is drawn by the model"
+    restart.apply()
+    rewindable.rewind()
+    assert [next(also), next(data), draw(), next(data), next(data)] == expected
+
+
+@pytest.mark.usefixtures("args")
+def test_data_that_were_read_after_other_random_numbers_draw_none_again() -> None:
+    data = RewindableIterator(iter(lambda: torch.rand(1).item(), None))
+    first = next(data)
+    torch.manual_seed(3)
+    data.rewind()
+    assert next(data) == first
+    following = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(following, torch.rand(1))

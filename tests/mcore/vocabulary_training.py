@@ -137,6 +137,9 @@ def _train(training: Training, words: Sequence[str], num_ranks: int) -> Outcome:
             outcome["norms"].append(optimizer.step()[1])
         with torch.no_grad():
             outcome["evaluation"] += run_step(args, chunks, run, 100, forward_only=True)
+        if store is not None:
+            with torch.inference_mode():
+                assert run_step(args, chunks, run, 100, forward_only=True) == outcome["evaluation"]
         if args.save:
             checkpointer.save()
         if store is not None:

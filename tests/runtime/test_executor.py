@@ -9,6 +9,7 @@ from toy_pipeline import BATCH, LAYERS, WIDTH, Problem, ToyStage, on_threads, ov
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, lower, simulate, validate
@@ -227,3 +228,54 @@ def test_a_failed_step_closes_its_recorder(monkeypatch):
 def test_every_kind_of_operation_has_a_handler():
     executor = over_nccl(lower(generate("zb-h1", 2, 2))).executors[0]
     assert set(executor._handlers) == set(OpKind)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_step_after_a_failed_step_computes_what_autograd_does(monkeypatch, kind):
+    pipeline = on_threads(lower(chunk_after_chunk(Placement("linear", 1), 4, OpKind.B, OpKind.W)))
+    (stage,), (executor,) = pipeline.stages, pipeline.executors
+    compute = getattr(stage, kind)
+
+    def fail_at_2(microbatch, *arguments):
+        if microbatch == 2:
+            raise ZeroDivisionError
+        return compute(microbatch, *arguments)
+
+    monkeypatch.setattr(stage, kind, fail_at_2)
+    with pytest.raises(ZeroDivisionError):
+        executor.run(stage)
+    assert executor.num_live_activations == 0
+    monkeypatch.undo()
+    for weight in pipeline.problem.weights[0]:
+        weight.grad = None
+    reference = Problem(1, 4)
+    for _ in range(2):
+        pipeline.run()
+        reference.run_by_autograd()
+        assert_equal(pipeline.problem, reference)
+
+
+def test_a_backward_that_fails_halfway_defers_nothing_to_the_next_step(monkeypatch):
+    pipeline = on_threads(lower(generate("zb-h1", 1, 2)))
+    (stage,), (executor,) = pipeline.stages, pipeline.executors
+    run_backward = stage.backward
+
+    def fail_after(*arguments):
+        run_backward(*arguments)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stage, "backward", fail_after)
+    with pytest.raises(ZeroDivisionError):
+        executor.run(stage)
+    monkeypatch.undo()
+    reference = Problem(1, 2)
+    pipeline.run()
+    reference.run_by_autograd()
+    assert_equal(pipeline.problem, reference)
+
+
+def test_an_evaluation_does_not_change_the_groups_of_blocks():
+    schedule, store = generate("1f1b", 1, 2), mock.Mock(spec=RecomputationStore)
+    executor = Executor(lower(schedule.forward_only()), 0, InMemoryNetwork(1).communicator(0), WeightGradStore(), store)
+    executor.run(ToyStage(Problem(1, 2), schedule, 0, WeightGradStore()))
+    store.forward.assert_not_called()

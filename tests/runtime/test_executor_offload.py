@@ -102,3 +102,17 @@ def test_the_memory_of_a_run_is_the_plans(name):
     _, peaks = measured(on_threads(lower(schedule)))
     assert peaks == pytest.approx(simulate(schedule, costs).peak_memory, rel=0.05)
     assert max(peaks) < 0.8 * max(peaks_kept)
+
+
+def test_a_failed_step_gives_its_host_buffers_back(monkeypatch):
+    pipeline = on_threads(with_copies_everywhere(lower(generate("1f1b", 1, 3))))
+    (stage,), ((_, offload),) = pipeline.stages, pipeline.stores
+    pipeline.run()
+    num_taken = offload.buffers.num_bytes
+    monkeypatch.setattr(stage, "backward", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipeline.run()
+    monkeypatch.delattr(stage, "backward")
+    assert offload.left() == []
+    pipeline.run()
+    assert offload.buffers.num_bytes == num_taken

@@ -33,6 +33,17 @@ def test_what_a_step_recorded_is_passed_on_when_the_next_one_starts():
     assert len(seen) == 2, "each step once"
 
 
+def test_a_step_that_failed_is_not_passed_on():
+    clock = FakeClock()
+    observer, seen = StepObserver(clock), []
+    observer.sinks.append(lambda step, ops: seen.append(step))
+    observer.start(1)
+    observer.drop()
+    run_step(observer, clock, 2, 0.0)
+    observer.flush()
+    assert seen == [2]
+
+
 def test_every_sink_is_told():
     clock = FakeClock()
     observer, seen = StepObserver(clock), []

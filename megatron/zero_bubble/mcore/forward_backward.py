@@ -150,9 +150,12 @@ class MegatronStage:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
-        """Raise `ForwardStepError` if a stage's output is not one tensor of the shape that the next stage expects."""
+        """Raise `ForwardStepError` if a stage's output is not one tensor of the next stage's type and shape."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
+        expected = self._config.pipeline_dtype
+        if expected is not None and output.dtype != expected:  # without a type, all stages are on one rank
+            raise ForwardStepError(f"stage {stage} sends {output.dtype}, but config.pipeline_dtype is {expected}")
         if not self.shapes_vary and tuple(output.shape) != self.call.output_shape:
             raise ForwardStepError(
                 f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have "
@@ -277,10 +280,15 @@ class MegatronStage:
         return TensorSpec(self.call.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """Leave `no_sync`, as DDP expects between steps; if `finalizes` is set, reduce the gradients."""
+        """Leave `no_sync`; if `finalizes` is set, reduce the gradients."""
         self._grad_sync.enable_all()
         if self.finalizes:
             self.call.finalize(self.placement, self.num_tokens)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave `no_sync`, as DDP expects between steps, and free gathered parameters, at the end of any step."""
+        self._grad_sync.enable_all()
         for chunk in fully_sharded(self.call.chunks):
             chunk.free_gathered()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from operator import add
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.planner.step_plan import StepRules
 from megatron.zero_bubble.runtime.joint import from_all_ranks
@@ -35,15 +36,19 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from the chunks' data iterators; a chunk without data has no iterator (None)."""
+    """The microbatches of a step, read from the chunks' data iterators; a chunk without data has no iterator (None).
+
+    Chunks that share an iterator also share its microbatches.
+    """
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
-        self._read = [None if source is None else list(islice(_items(source), count)) for source in iterators]
+        sources = {id(source): source for source in iterators if source is not None}
+        self._read = {key: list(islice(_items(source), count)) for key, source in sources.items()}
 
     def sizes(self) -> list[MicrobatchSize | None]:
         """Return the size of every microbatch; None for a microbatch of unknown size."""
-        return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
+        return [size_of(item) for item in next(iter(self._read.values()), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
         """Return the sizes of the next step's microbatches; [] if the data iterator cannot read ahead."""
@@ -57,14 +62,25 @@ class StepData:
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
         """Return iterators over the microbatches in the planned order.
 
-        An iterator keeps the order of the data if the data ends before the last microbatch of the step.
+        An iterator keeps the order of the data if the data ends before the last microbatch of the step. After the
+        microbatches of the step, an iterator in another order raises `ForwardStepError`.
         """
-        return [
-            None
-            if items is None
-            else iter([items[number] for number in decision.places] if len(items) == self._count else items)
-            for items in self._read
-        ]
+        ordered = {id(source): self._ordered(source, decision) for source in self._sources if source is not None}
+        return [ordered.get(id(source)) for source in self._sources]
+
+    def _ordered(self, source: Iterator[Any], decision: StepDecision) -> Iterator[Any]:
+        items = self._read[id(source)]
+        if len(items) < self._count or all(number == place for place, number in enumerate(decision.places)):
+            return chain(items, _items(source))
+        return _planned(items, decision.places)
+
+
+def _planned(items: list[Any], places: Sequence[int]) -> Iterator[Any]:
+    yield from (items[number] for number in places)
+    raise ForwardStepError(
+        f"the forward step reads more than {len(items)} items for {len(items)} microbatches, but microbatches are "
+        "ordered by their lengths only if each is one item: --zero-bubble-microbatch-order data keeps their order"
+    )
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:

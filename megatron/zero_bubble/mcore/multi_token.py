@@ -22,12 +22,13 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
-    if sums is None or not sums.any():
+    if sums is None:
         return ()
     total = sums / (num_microbatches * group.size())
     dist.all_reduce(total, group=group)
     forget_losses()
-    return tuple(total.tolist())
+    # After a model with multi-token prediction, megatron-core keeps the sums of this model, which stay zero.
+    return tuple(total.tolist()) if total.any() else ()
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:

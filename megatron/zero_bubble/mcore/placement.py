@@ -147,7 +147,7 @@ def finalize_gradients(
     if is_usual:
         return
     tied = tied_weights(chunks)
-    if tied is not None:
+    if tied is not None and any(weight.requires_grad for weight in tied):
         embedding, last = (weight.main_grad for weight in tied)
         embedding.add_(last)
         last.copy_(embedding)

@@ -185,8 +185,8 @@ class PostValidation:
         if not pending.has_stepped:
             self._confirm_scales()
             self._step_again()
-        # The norm is a NaN if one rank has an Inf and another a NaN; a NaN clips nothing.
-        return norm is not None and math.isnan(norm)
+        # A norm that is not finite may clip nothing, but a rank with such a norm has not stepped before its forwards.
+        return norm is not None and not math.isfinite(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
         """Tell whether auxiliary losses, which use the loss scale in the forward, have used an outdated loss scale."""

@@ -2,32 +2,71 @@
 
 from __future__ import annotations
 
+import random as python_random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import unwrap_model
 
 
+class HostGenerators(NamedTuple):
+    """The states of the random number generators of the CPU: torch's, Python's and NumPy's global generators."""
+
+    torch: bytes
+    python: Any
+    numpy: tuple[bytes, int, int, float]
+
+    @classmethod
+    def now(cls) -> HostGenerators:
+        state: Any = np.random.get_state()
+        _, keys, *others = state
+        return cls(torch.get_rng_state().numpy().tobytes(), python_random.getstate(), (keys.tobytes(), *others))
+
+    def apply(self) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        python_random.setstate(self.python)
+        keys, position, has_gauss, gauss = self.numpy
+        np.random.set_state(("MT19937", np.frombuffer(keys, dtype=np.uint32), position, has_gauss, gauss))
+
+
+class _Read(NamedTuple):
+    """An item of a data iterator, and the states of the generators before and after the item was read."""
+
+    item: Any
+    before: HostGenerators
+    after: HostGenerators
+
+
 class RewindableIterator:
-    """An iterator over `source` that can go back to its beginning once."""
+    """An iterator over `source` that can go back to its beginning once.
+
+    Data may be random, for example masked at random. An item that is returned again leaves the CPU's generators as the
+    source has left them, if they have the states that they had before the source was read.
+    """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        self._kept: list[Any] | None = []
-        self._again: deque[Any] = deque()
+        self._kept: list[_Read] | None = []
+        self._again: deque[_Read] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._again:
-            return self._again.popleft()
+            item, before, after = self._again.popleft()
+            if before == HostGenerators.now():
+                after.apply()
+            return item
+        if self._kept is None:
+            return next(self._source)
+        before = HostGenerators.now()
         item = next(self._source)
-        if self._kept is not None:
-            self._kept.append(item)
+        self._kept.append(_Read(item, before, HostGenerators.now()))
         return item
 
     def rewind(self) -> None:
@@ -57,7 +96,7 @@ class Restart:
     """Saves the random states and the modules' buffers on creation, and restores them in `apply`."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        self._random = random._get_all_rng_states()
+        self._random, self._host = random._get_all_rng_states(), HostGenerators.now()
         self._buffers = [(buffer, buffer.clone()) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
 
     @torch.no_grad()
@@ -68,5 +107,6 @@ class Restart:
         forward twice.
         """
         random._set_all_rng_states(*self._random)
+        self._host.apply()
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -93,7 +94,7 @@ class ForwardBackward:
         self._num_calls, self._num_steps = 0, 0
         self.warms_up = own_device().type == "cuda"
         self._last_executor: Executor | None = None
-        self._is_in_step = False
+        self._is_in_step = self._has_lost_messages = False
         self.observer = StepObserver(device_clock(own_device()))
         replanner = None
         if planning is not None:
@@ -169,8 +170,18 @@ class ForwardBackward:
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
+            RuntimeError: an earlier step has failed on this rank of a pipeline of several ranks.
         """
         call = StepCall(**arguments)
+        if self._has_lost_messages:
+            raise RuntimeError("an earlier step failed, and its messages may arrive in this step: restart the job")
+        if not (call.forward_only and torch.is_inference_mode_enabled()):
+            return self._call(call)
+        # Tensors that later steps use, or that another thread changes, must not be inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._call(call)
+
+    def _call(self, call: StepCall) -> list[Any]:
         refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
         self._prepare(call)
         iterators, decision = call.data_iterators, None
@@ -236,13 +247,21 @@ class ForwardBackward:
         recorder = None if stage.call.forward_only else self._start_recording(stage.vocabulary)
         if isinstance(stage, PairedStage):
             stage.recorder = recorder
-        executor.run(stage, recorder)
-        if not executor.schedule.has_post_validation:
-            stage.finish()
-        self._is_in_step = False
-        self.observer.stop()
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+        try:
+            executor.run(stage, recorder)
+            if not executor.schedule.has_post_validation:
+                stage.finish()
+            self.observer.stop()
+        except BaseException:
+            self._last_executor = None
+            self._has_lost_messages = self.plan.placement.num_ranks > 1
+            self.observer.drop()
+            stage.leave()
+            raise
+        finally:
+            self._is_in_step = False
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
 
     def settle(self) -> None:
         """Validate the last optimizer step now, if post-validation has not validated this step yet.

@@ -110,6 +110,9 @@ class Executor:
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
         """Run all operations of one step; `recorder` records when each operation computes.
 
+        If the step fails, the executor and its stores keep nothing of the step. With several ranks, messages of the
+        failed step may still be in the channels.
+
         Raises:
             LeftoverError: a W, a message, an activation or the result of a collective is unused at the end of the step.
         """
@@ -121,18 +124,26 @@ class Executor:
             self._run(stage, self._steps)
             self._progress.position = len(self.schedule.ops[self.rank])
             self._messages.finish_sends()
-            unused = self._exchanges.finish()
-        except Exception as error:
+            self._check_nothing_left(self._exchanges.finish())
+        except BaseException as error:
             # If a collective has failed on this rank, that failure has caused `error`: the other ranks ended, and so
             # this rank's messages failed.
             cause = self._exchanges.forget()
-            if cause is None or cause is error:
+            self._messages.forget()
+            self._drop_results()
+            if cause is None or cause is error or not isinstance(error, Exception):
                 raise
             raise cause from error
         finally:
             if recorder is not None:
                 recorder.close()
-        self._check_nothing_left(unused)
+
+    def _drop_results(self) -> None:
+        """Drop all results that later operations of the step would use: the step has failed or starts again."""
+        self._activations.clear()
+        self._store.clear()
+        self._recomputation.clear()
+        self._offload.clear()
 
     def _run(self, stage: Stage, steps: Sequence[Step]) -> None:
         for position, ops, name, is_computation in steps:
@@ -155,9 +166,10 @@ class Executor:
     def _forward(self, stage: Stage, op: Op) -> None:
         input_tensor = self._input_of_forward(stage, op)
         self._begin(op)
-        drops = (op.chunk, op.microbatch) in self._recomputed
-        groups = self._groups[op.chunk]
-        recomputing = self._recomputation.forward(op.chunk, op.microbatch, drops=drops, num_groups=groups)
+        recomputing: AbstractContextManager[None] = nullcontext()
+        if self._runs_backward:
+            drops, groups = (op.chunk, op.microbatch) in self._recomputed, self._groups[op.chunk]
+            recomputing = self._recomputation.forward(op.chunk, op.microbatch, drops=drops, num_groups=groups)
         offloading: AbstractContextManager[None] = nullcontext()
         if (op.chunk, op.microbatch) in self._offloaded:
             # Between stages of plain PyTorch layers, one message may contain several tensors.
@@ -277,9 +289,7 @@ class Executor:
                 self._messages.receive(stage, receive)
             self._messages.drop_received()
             self._exchanges.finish()
-            self._activations.clear()
-            self._recomputation.clear()
-            self._offload.clear()
+            self._drop_results()
             stage.restart()
             self._run(stage, self._redone)
             self._progress.position = len(before_validation(self.schedule, self.rank))

@@ -41,6 +41,10 @@ class StepObserver:
             self._ended.append(self._running)
             self._running = None
 
+    def drop(self) -> None:
+        """Discard the current step if it has not ended, because the step has failed."""
+        self._running = None
+
     def flush(self) -> None:
         """Wait until the GPU has finished all ended steps, and pass the operations of these steps to the sinks."""
         while self._ended:

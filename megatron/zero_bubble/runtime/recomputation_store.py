@@ -30,9 +30,9 @@ class ForwardMode(Enum):
 class RecomputationStore:
     """Holds the blocks of layers whose activations F has dropped on one pipeline rank, by model chunk and microbatch.
 
-    The executor runs each F inside the context `forward`; the arguments of `forward` decide whether the F drops its
-    activations. The executor runs an R by calling `recompute`. Outside of an F, the store does not affect blocks of
-    layers.
+    The executor runs each F of a training step inside the context `forward`; the arguments of `forward` decide whether
+    the F drops its activations. The executor runs an R by calling `recompute`. Outside of an F, the store does not
+    affect blocks of layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
     blocks. If a microbatch has no R, its F keeps the activations of the last group. B restores the activations of every

@@ -137,6 +137,8 @@ class Replanner:
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
         """Keep the operations of a step that is measured for a profile or for a comparison with the plan."""
+        if any(measured.op.kind in PAIRED for measured in ops):
+            return  # no profile and no comparison takes times of pairs
         if self._is_checked(step):
             self._checked.append(ops)
         elif self.measures_memory(step) or (self._profile is not None and self._options.threshold > 0):

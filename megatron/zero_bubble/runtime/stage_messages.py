@@ -79,6 +79,12 @@ class StageMessages:
             message.wait()
         self._incoming.clear()
 
+    def forget(self) -> None:
+        """Drop all messages of a failed step without waiting for the messages, which may never arrive."""
+        self._incoming.clear()
+        self._outgoing.clear()
+        self._sends.clear()
+
     def drop_finished_sends(self) -> None:
         while self._sends and self._sends[0].is_done():
             self._sends.popleft()

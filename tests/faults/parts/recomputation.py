@@ -78,9 +78,9 @@ FAULTS = (
     Fault(
         name="all-forwards-of-a-rank-drop",
         file="runtime/executor.py",
-        old="""        drops = (op.chunk, op.microbatch) in self._recomputed
+        old="""            drops, groups = (op.chunk, op.microbatch) in self._recomputed, self._groups[op.chunk]
 """,
-        new="""        drops = bool(self._recomputed)
+        new="""            drops, groups = bool(self._recomputed), self._groups[op.chunk]
 """,
         effect=(
             "Where only some microbatches of a rank are recomputed, the others drop their activations as well, "

@@ -1,0 +1,90 @@
+"""A step that fails leaves nothing behind for the next step of the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from tests.launch import TINY_GPT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
+
+MICROBATCHES = 4
+
+
+@pytest.fixture
+def args() -> Iterator[Arguments]:
+    flags = ("--attention-dropout", "0", "--hidden-dropout", "0", "--global-batch-size", str(MICROBATCHES))
+    args = complete_arguments([*TINY_GPT, *flags], 1, "test", has_cuda=False)
+    with torch.compiler.set_stance("force_eager"), one_process(args):
+        yield args
+
+
+def microbatches(args: Arguments) -> Iterator[dict[str, torch.Tensor]]:
+    shape, generator = (args.micro_batch_size, args.seq_length), torch.Generator().manual_seed(5)
+    for _ in range(MICROBATCHES):
+        tokens, labels = (torch.randint(args.padded_vocab_size, shape, generator=generator) for _ in range(2))
+        positions = torch.arange(args.seq_length).expand(shape).contiguous()
+        yield {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape), "position_ids": positions}
+
+
+def gradients(args: Arguments, run: ForwardBackward, chunk: Any) -> list[torch.Tensor]:
+    chunk.zero_grad_buffer()
+    run(
+        forward_step_func=make_forward_step(args),
+        data_iterator=microbatches(args),
+        model=chunk,
+        num_microbatches=MICROBATCHES,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    return [parameter.main_grad.clone() for parameter in chunk.parameters()]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+def test_the_step_after_a_failed_step_has_the_gradients_of_any_step(args: Arguments) -> None:
+    plan, store = RunSchedules.named("zb-h1", 1), WeightGradStore()
+    (chunk,) = rank_model(args, plan.placement, 0, store)
+    run = ForwardBackward(plan, store)
+    expected = gradients(args, run, chunk)
+    layer = chunk.module.decoder.layers[1]
+    hook = layer.register_forward_hook(lambda module, inputs, output: (Failing.apply(output[0]), *output[1:]))
+    with pytest.raises(ZeroDivisionError):
+        gradients(args, run, chunk)
+    hook.remove()
+    assert all(group.is_last_microbatch for group in chunk.bucket_groups), "the step has left DDP's no_sync"
+    assert run.position() is None
+    assert run.observer.take_mean().span > 0
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(args, run, chunk), expected))
+    run.close()
+
+
+def test_a_pipeline_of_several_ranks_takes_no_step_after_a_failed_step(args: Arguments) -> None:
+    plan, store = RunSchedules.named("zb-h1", 1), WeightGradStore()
+    (chunk,) = rank_model(args, plan.placement, 0, store)
+    run = ForwardBackward(plan, store)
+    run._has_lost_messages = True
+    with pytest.raises(
+        RuntimeError, match=r"^an earlier step failed, and its messages may arrive .*: restart the job$"
+    ):
+        gradients(args, run, chunk)
