@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -111,3 +112,31 @@ def test_a_profile_that_determines_nothing_is_refused():
         fit_units(one)
     with pytest.raises(ScheduleError, match="the number of layers of the profile's stages is unknown: --num-layers 7"):
         fit_units(replace(one, placement=LINEAR, model={**SETTINGS, "num_layers": 7}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "pipeline_model_parallel_layout",
+            5,
+            "the profile's pipeline_model_parallel_layout must be of type str, got 5",
+        ),
+        ("hybrid_layer_pattern", 5, "the profile's hybrid_layer_pattern must be of type str, got 5"),
+        ("num_layers", "8", "the profile's num_layers must be of type int, got '8'"),
+        (
+            "decoder_first_pipeline_num_layers",
+            "2",
+            "the profile's decoder_first_pipeline_num_layers must be of type int, got '2'",
+        ),
+        (
+            "pipeline_model_parallel_layout",
+            "Et|q",
+            "the number of layers of the profile's stages is unknown: --pipeline-model-parallel-layout Et|q: ",
+        ),
+    ],
+)
+def test_damaged_settings_are_one_line(name, value, line):
+    known = profile(model(*[DENSE] * 8), (2, 2, 2, 2))
+    with pytest.raises(ScheduleError, match=rf"^{re.escape(line)}[^\n]*$"):
+        partition_of_profile(replace(known, model={**known.model, name: value}))

@@ -80,6 +80,12 @@ def test_torchrun_finds_the_line(monkeypatch, tmp_path: Path, capsys):
     assert failure.timestamp < now
 
 
+def test_the_line_is_printed_on_a_full_disk(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    assert report("pretrain_gpt.py", ValueError("--lr is missing")) == 2
+    assert capsys.readouterr().err == "pretrain_gpt.py: error: --lr is missing\n"
+
+
 LEAVES_WORKERS = """
 import json, multiprocessing, os, signal, sys, tempfile, time
 import torch, torch.distributed as dist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,6 +14,7 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
     check_optimizer,
     check_schedule,
     has_same_ranks,
+    reordered_data,
 )
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from tests.checked_flags import checked
@@ -55,6 +56,10 @@ def test_heads_that_share_otherwise_are_another_model(ours, theirs, groups, save
         ("--rotary-base", "500000", 10000),
         ("--norm-epsilon", "1e-06", 1e-5),
         ("--window-size", "4,0", None),
+        ("--rotary-seq-len-interpolation-factor", "2", None),
+        ("--window-attn-skip-freq", "2", None),
+        ("--no-rope-freq", "2", None),
+        ("--softmax-type", "off-by-one", "vanilla"),
     ],
 )
 def test_a_model_that_computes_otherwise_is_only_for_finetuning(flag, value, was):
@@ -62,6 +67,45 @@ def test_a_model_that_computes_otherwise_is_only_for_finetuning(flag, value, was
     line = refusal(check_model_shape, checked(changes), saved_by_us(checked(PLAIN)))
     assert re.fullmatch(rf"{flag} .*: the checkpoint in --load folder was saved with {was}", line)
     check_model_shape(checked({**changes, "--finetune": None}), saved_by_us(checked(PLAIN)))
+
+
+LATENT = {"--multi-latent-attention": None, "--position-embedding-type": "rope"}
+ROUTED = {"--pipeline-model-parallel-size": "1", "--num-experts": "4", "--disable-bias-linear": None}
+
+
+@pytest.mark.parametrize(
+    ("part", "flag", "value", "was"),
+    [
+        ({"--position-embedding-type": "rope", "--use-rope-scaling": None}, "--rope-scaling-factor", "4", "8.0"),
+        (LATENT, "--rotary-scaling-factor", "40", "1.0"),
+        (LATENT, "--mscale", "0.5", "1.0"),
+        (LATENT, "--mscale-all-dim", "1", "0.0"),
+        (LATENT, "--rope-type", "rope", "None"),
+        (ROUTED, "--moe-router-topk", "1", "2"),
+        (ROUTED, "--moe-router-score-function", "sigmoid", "softmax"),
+        (ROUTED, "--moe-router-topk-scaling-factor", "2.5", "None"),
+        (ROUTED, "--moe-router-num-groups", "2", "None"),
+        (ROUTED, "--moe-router-group-topk", "1", "None"),
+    ],
+)
+def test_a_part_of_a_model_that_computes_otherwise_is_only_for_finetuning(part, flag, value, was):
+    known = checked({**PLAIN, **part})
+    other = replace(
+        known,
+        **{
+            flag.lstrip("-").replace("-", "_"): checked({**PLAIN, **part, flag: value}).__dict__[
+                flag[2:].replace("-", "_")
+            ]
+        },
+    )
+    assert refusal(check_model_shape, other, saved_by_us(known)).endswith(f"in --load folder was saved with {was}")
+    check_model_shape(replace(other, finetune=True), saved_by_us(known))
+
+
+def test_flags_of_parts_that_the_model_lacks_may_differ():
+    saved = saved_by_megatron(checked(PLAIN))
+    saved.rope_scaling_factor, saved.mscale, saved.moe_router_topk = 4.0, 0.5, 8
+    check_model_shape(checked(PLAIN), saved)
 
 
 LONGER = {"--seq-length": "64"}
@@ -202,3 +246,32 @@ def test_another_learning_rate_schedule(change, said):
 def test_the_flag_of_the_decay_is_named_where_it_was_given():
     line = refusal(check_schedule, checked({**PLAIN, "--lr-decay-iters": "4"}), SCHEDULE, {"lr_decay_steps": 32})
     assert "--lr-decay-iters gives 64 samples" in line
+
+
+def test_a_constant_loss_scale_leaves_no_state_for_a_dynamic_one():
+    saved = saved_by_us(checked({**PLAIN, "--fp16": None, "--loss-scale": "1024"}))
+    assert refusal(check_optimizer, checked({**PLAIN, "--fp16": None}), saved) == (
+        "--fp16: the optimizer's state in --load folder was saved with --loss-scale 1024.0 and holds no dynamic loss "
+        "scale: give --loss-scale 1024.0, or --no-load-optim"
+    )
+    check_optimizer(checked({**PLAIN, "--fp16": None, "--loss-scale": "512"}), saved)
+    check_optimizer(checked({**PLAIN, "--bf16": None}), saved)
+    check_optimizer(
+        checked({**PLAIN, "--fp16": None}), saved_by_us(checked({**PLAIN, "--bf16": None, "--loss-scale": "2"}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "was"),
+    [
+        ({}, None),
+        ({"--lr": "0.1", "--eval-iters": "3"}, None),
+        ({"--train-iters": "20"}, "--train-iters 10"),
+        ({"--train-iters": "5", "--global-batch-size": "4"}, None),
+        ({"--seed": "3"}, "--seed 1234"),
+        ({"--split": "9,1"}, "--split 969,30,1"),
+    ],
+)
+def test_another_order_of_the_data_is_told(changes, was):
+    line = reordered_data(checked({**PLAIN, **changes}), saved_by_us(checked(PLAIN)))
+    assert line == (was and f"  the order of the data may differ from the checkpoint's run, which had {was}")

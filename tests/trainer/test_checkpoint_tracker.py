@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.trainer.checkpoint_files import TRACKER, checkpoint_folder, latest_iteration
+from megatron.zero_bubble.trainer.pretrain import without_first_load
+from tests.checked_flags import checked
 
 
 def save(root: Path, iteration: int) -> Path:
@@ -70,3 +72,12 @@ def test_the_folder_of_one_iteration_is_not_the_folder_of_a_job(tmp_path):
 def test_a_folder_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint there"):
         latest_iteration(tmp_path / "nowhere")
+
+
+def test_a_tracker_that_cannot_be_read(tmp_path):
+    (tmp_path / TRACKER).mkdir()
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        latest_iteration(tmp_path)
+    assert str(error.value) == f"--load {tmp_path}: {TRACKER} cannot be read: Is a directory"
+    args = checked({"--load": str(tmp_path), "--save": str(tmp_path)})
+    assert without_first_load(args) == args, "it is not the first load"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.trainer import data_files
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_config import check_data
 from megatron.zero_bubble.trainer.data_files import fingerprint, open_token_file, parse_blend
@@ -151,3 +152,14 @@ def test_the_fingerprint_sees_a_change_of_lengths(change: Callable[[list[int]], 
     assert fingerprint(np.array(lengths, dtype=np.int32)) == before
     change(lengths)
     assert fingerprint(np.array(lengths, dtype=np.int32)) != before
+
+
+def test_files_that_cannot_be_read_are_named(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*unused: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "fromfile", forbidden)
+        assert refused(data_path=[prefix]) == f"--data-path {prefix}.bin: Permission denied"
+    monkeypatch.setattr(data_files, "open", forbidden, raising=False)
+    assert refused(data_path=[prefix]) == f"--data-path {prefix}.idx: Permission denied"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.timers import Timers
 
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.trainer import logging
@@ -182,3 +184,18 @@ def test_a_perplexity_beyond_all_bounds_is_cut_as_megatron_cuts_it(clock, capsys
 def test_a_rank_without_the_loss_says_nothing_of_an_evaluation(clock, capsys):
     TrainingLog(make_args(), Progress(), log_rank=0).record_validation(None)
     assert lines_of(capsys) == []
+
+
+def test_megatron_cores_timers_follow_each_line(clock, capsys, monkeypatch):
+    timers = Timers(1, "minmax")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for _ in range(2):
+        timers("forward-backward", log_level=1).start()
+        timers("forward-backward").stop()
+        timers("forward-compute", log_level=2).start()
+    run(TrainingLog(make_args(), Progress(), 0, timers), clock, STEP, STEP)
+    line, title, time = lines_of(capsys)
+    assert TRAINING_LINE.match(line)
+    assert title == "(min, max) time across ranks (ms):"
+    assert re.fullmatch(r"    forward-backward \.+: \(\d+\.\d\d, \d+\.\d\d\)", time)

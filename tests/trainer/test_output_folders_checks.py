@@ -69,6 +69,19 @@ def test_a_file_that_cannot_be_written_or_made(name: str, locked: Path) -> None:
     checked({**PLANNED, name: str(locked.parent / "new")})
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_whose_folder_takes_no_new_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file beside an existing one, or beside a link's target, replaces it."""
+    folder, link = tmp_path / "locked", tmp_path / "link"
+    folder.mkdir()
+    (folder / "file").touch()
+    link.symlink_to(folder / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    for file in (folder / "file", link):
+        assert refusal(name, file) == f"{name} {file}: this user may not write to {folder}: choose another place"
+    checked({**PLANNED, name: "/dev/null"})
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_file_where_a_folder_should_be(name: str, tmp_path: Path) -> None:
     file = tmp_path / "file"

@@ -160,3 +160,22 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
     assert "<gone>" in refused("HuggingFaceTokenizer", str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{")
     assert "tokenizer_config.json: not a readable JSON object" in refused("HuggingFaceTokenizer", str(tmp_path))
+
+
+@pytest.mark.parametrize("eos", [5, ["</s>"], {"content": 5}])
+def test_an_end_of_document_that_is_no_text_is_refused(tmp_path: Path, eos: object) -> None:
+    save(train("</s>"), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    line = refused("HuggingFaceTokenizer", str(tmp_path))
+    assert line.startswith(f"--tokenizer-model {tmp_path / 'tokenizer_config.json'}: eos_token must be the text of a ")
+
+
+def test_a_folder_that_this_user_may_not_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_file(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    line = refused("HuggingFaceTokenizer", "closed")
+    assert line == "--tokenizer-model closed: [Errno 13] Permission denied: 'closed'"
+    line = refused("GPT2BPETokenizer", vocab_file="closed", merge_file="closed")
+    assert line == "--vocab-file closed: [Errno 13] Permission denied: 'closed'"

@@ -22,6 +22,7 @@ from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
+from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.start_up import writing
 from megatron.zero_bubble.session.timeline_files import in_memory_unit, measured_timeline, write_timeline
 
@@ -80,6 +81,13 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
     window = profile_window(flags)
     after = iteration + (window[1] if window else 1)
     first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
+    steps = flags.num_iterations(iteration)
+    if flags.zero_bubble_timeline_iters and (last <= iteration or (steps is not None and first > iteration + steps)):
+        end = "" if steps is None else f" to {iteration + steps}"
+        print_rank_0(
+            f" > --zero-bubble-timeline-iters {first} {last}: nothing is drawn, this job runs iterations "
+            f"{iteration + 1}{end}"
+        )
     return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
 
 

@@ -196,6 +196,8 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
         check_window(first, last, "--zero-bubble-profile-iters")
     if flags.zero_bubble_timeline_iters is not None:
         first, last = flags.zero_bubble_timeline_iters
+        if flags.zero_bubble_timeline is None:
+            raise ValueError(f"--zero-bubble-timeline-iters {first} {last} needs --zero-bubble-timeline FOLDER")
         if not 1 <= first <= last:
             raise ValueError(f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration")
 

@@ -17,18 +17,34 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import partition_of_flags
 from megatron.zero_bubble.session.model_states import element_bytes
 
+_TYPES = {
+    "num_layers": int,
+    "pipeline_model_parallel_layout": str,
+    "hybrid_layer_pattern": str,
+    "decoder_first_pipeline_num_layers": int,
+    "decoder_last_pipeline_num_layers": int,
+}
+"""Name of a setting that determines the partition -> type of its value, which may also be None."""
+
 
 def partition_of_profile(profile: Profile) -> Partition:
     """The number of layers of every stage of the profiled run.
 
     Raises:
-        ValueError: the settings in the profile do not fit the profile's placement.
+        ScheduleError: the settings in the profile have the wrong types, or do not fit the profile's placement.
     """
+    for name, kind in _TYPES.items():
+        value = profile.model.get(name)
+        if value is not None and type(value) is not kind:
+            raise ScheduleError(f"the profile's {name} must be of type {kind.__name__}, got {value!r}")
     flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
     if flags.pipeline_model_parallel_layout is not None:
         # The job may have made this layout from the flags for the layers of the first and the last stage.
         flags = replace(flags, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
-    return partition_of_flags(flags, profile.placement)
+    try:
+        return partition_of_flags(flags, profile.placement)
+    except ValueError as error:
+        raise ScheduleError(f"the number of layers of the profile's stages is unknown: {error}") from error
 
 
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
@@ -47,10 +63,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     Raises:
         ScheduleError: the profile has one stage, or the profile's layers do not fit its placement.
     """
-    try:
-        partition = partition_of_profile(profile)
-    except ValueError as error:
-        raise ScheduleError(f"the number of layers of the profile's stages is unknown: {error}") from error
+    partition = partition_of_profile(profile)
     fit = _Fit.of(partition, kinds or [0] * sum(partition))
     costs = profile.costs
     after_b = np.add(costs.memory_f, costs.memory_b)

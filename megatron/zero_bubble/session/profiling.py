@@ -35,12 +35,12 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
 
 
 def planning_options(
-    flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
+    flags: JobFlags, placement: Placement, *, chooses_layout: bool = False, profile: Profile | None = None
 ) -> PlanningOptions | None:
     """The `PlanningOptions` of the job; None if the job neither measures costs nor plans from a profile.
 
     Args:
-        knows_costs: whether the layout and the first plan are chosen from the costs of layers.
+        chooses_layout: whether the job, or the job whose checkpoint it loads, chooses the layout from costs of layers.
         profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if a layout was chosen that
             differs from the profile's layout.
 
@@ -48,7 +48,7 @@ def planning_options(
         ValueError: a flag needs measured costs but the job measures no costs, or the profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
-    if profile is not None and not knows_costs:
+    if profile is not None and not chooses_layout:
         with _as_mistake_in_profile(flags):
             model = dict(flags.model)
             if profile.placement == placement and partition_of_profile(profile) == partition_of_flags(flags, placement):
@@ -56,7 +56,7 @@ def planning_options(
                     model.pop(name, None)  # different flags can give the stages the same layers
             profile.check_fits(placement, model, flags.recompute)
     if profile is None:
-        _check_measured(flags, window, None if knows_costs else limit)
+        _check_measured(flags, window, None if chooses_layout else limit)
         if window is None:
             return None
     first, last = window or (0, 0)
@@ -74,7 +74,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
     """Raise `ValueError` for flags that need measured costs if other flags prevent the measurement.
 
     Args:
-        limit: the memory limit; None if the limit needs no measurement, because the costs are already known.
+        limit: the memory limit; None if the limit needs no measurement, because the layout is chosen under the limit.
     """
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
@@ -98,6 +98,26 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
             )
 
 
+def restored_text(flags: JobFlags, planning: PlanningOptions | None, folder: str) -> str:
+    """Log lines of a job that restores its layout from `folder`: the layout's origin, and flags without effect."""
+    lines = [f" > layout: that of the checkpoint in --load {folder}"]
+    profile, unit_costs, limit = (
+        flags.zero_bubble_profile_input,
+        flags.zero_bubble_unit_costs_output,
+        flags.memory_limit,
+    )
+    if profile is not None and (planning is None or planning.profile is None):
+        lines.append(f" > --zero-bubble-profile-input {profile} has no effect: it was measured with another layout")
+    if planning is None and limit is not None and limit.multiple is None:
+        lines.append(
+            f" > {limit_flag(flags)}: schedules keep to 1F1B's peak, because --zero-bubble-profile-iters 0 0 measures "
+            "no costs"
+        )
+    if unit_costs is not None:
+        lines.append(f" > --zero-bubble-unit-costs-output {unit_costs} is not written: no layers are measured")
+    return "\n".join(lines)
+
+
 def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     """A warning for a job that continues after `iteration` and ends before its profile is complete; otherwise None."""
     window, steps = profile_window(flags), flags.num_iterations(iteration)
@@ -118,7 +138,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
     """The profile from `--zero-bubble-profile-input`, whose layout may differ from the job's; None without this flag.
 
     Raises:
-        ValueError: the profile cannot be read, or was measured with another model.
+        ValueError: the profile cannot be read, is damaged, or was measured with another model.
     """
     if flags.zero_bubble_profile_input is None:
         return None
@@ -126,6 +146,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
         profile = profile_from_json(read_file(flags.zero_bubble_profile_input))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
+        partition_of_profile(profile)  # later readers of the partition meet no damage
     return profile
 
 

@@ -37,7 +37,7 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout
 from megatron.zero_bubble.session.new_layout import new_choice
 from megatron.zero_bubble.session.plans import make_schedules
-from megatron.zero_bubble.session.profiling import given_profile
+from megatron.zero_bubble.session.profiling import given_profile, restored_text
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.running import Replicas, build_post_validation, costs_of_units, run_plan
 from megatron.zero_bubble.session.settings import JobSettings, job_settings
@@ -152,8 +152,8 @@ class Session:
 
     def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
         """Adopt the layout of the checkpoint in `folder`, to keep the saved run's numerics; see `choose_layout`."""
-        print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
         self._take_layout(self.job.flags, saved)
+        print_rank_0(restored_text(self.job.flags, self.job.planning, folder))
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:

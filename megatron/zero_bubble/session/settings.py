@@ -111,13 +111,13 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
     """Return `settings` with the options for profiling and planning, and with the costs of `choice` in the plan."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
+    if profile is not None and choice is not None and not _is_of_layout(profile, settings):
+        profile = None
     if request is not None:
-        if profile is not None and not _is_of_layout(profile, settings):
-            profile = None
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
         plan = plan.requesting(**known)
-    knows_costs = settings.is_layout_open or request is not None
-    planning = planning_options(flags, settings.placement, knows_costs=knows_costs, profile=profile)
+    chooses_layout = settings.is_layout_open or choice is not None
+    planning = planning_options(flags, settings.placement, chooses_layout=chooses_layout, profile=profile)
     if planning is not None:
         if choice is not None:
             planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
@@ -129,9 +129,13 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
 
 
 def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:
-    """Whether a profile was measured with the job's placement, partition and recomputation."""
-    same_places = (profile.placement, partition_of_profile(profile)) == (settings.placement, settings.partition)
-    return same_places and any(profile.costs.time_r) == (settings.flags.recompute is not Recompute.NONE)
+    """Whether a profile was measured with the job's placement, partition, recomputation and vocabulary shards."""
+    flags, had_shards = settings.flags, profile.model.get("zero_bubble_vocabulary_parallel") == "on"
+    return (
+        (profile.placement, partition_of_profile(profile)) == (settings.placement, settings.partition)
+        and any(profile.costs.time_r) == (flags.recompute is not Recompute.NONE)
+        and had_shards == flags.vocabulary_parallel
+    )
 
 
 def check_implementation(flags: JobFlags) -> None:

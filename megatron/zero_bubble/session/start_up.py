@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -133,8 +133,8 @@ def report(program: str, error: Exception) -> int:
         # torchrun ends the other ranks by SIGTERM, which a trainer may have turned into a request to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_FOR_RANK_0)
-    _tell_torchrun(f"{program}: error: {error}")
     print_error(program, error)
+    _tell_torchrun(f"{program}: error: {error}")
     status = _STATUS_OF_LOST_RANK if isinstance(error, _LostRankError) else _STATUS
     if num_ranks > 1:
         _leave(status)
@@ -163,11 +163,11 @@ def _tell_torchrun(reason: str) -> None:
 
     torchrun reports the failure with the earliest time, in whole seconds, as the cause; other ranks may fail in the
     same second. The error file contains a time one second before the error, so that torchrun reports this error
-    as the cause.
+    as the cause. If the file cannot be written, only the summary lacks the reason.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
-        with open(file, "w") as stream:
+        with suppress(OSError), open(file, "w") as stream:
             json.dump({"message": {"message": reason, "extraInfo": details}}, stream)
 
 

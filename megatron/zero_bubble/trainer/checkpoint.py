@@ -33,6 +33,7 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
     checkpoint_folder,
     incomplete_folder,
     latest_iteration,
+    loading,
     name_latest,
     read_checked,
     tracked,
@@ -43,6 +44,7 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
     check_optimizer,
     check_schedule,
     has_same_ranks,
+    reordered_data,
 )
 
 _OF_ONE_RANK = ("rank", "local_rank")
@@ -135,14 +137,14 @@ class Checkpointer:
         # Rank 0 alone decides which checkpoint is the latest, because another job may be saving in the same folder.
         iteration = on_rank(0, lambda: latest_iteration(str(args.load)))
         folder = checkpoint_folder(args.load, iteration)
-        try:
+        with loading(folder):
             common = self._load(folder)
-        except CheckpointError as error:
-            raise CheckpointError(f"--load {args.load}: {folder.name}: {error}") from error
         if not args.finetune:
             self._progress.iteration = iteration
             self._progress.consumed_train_samples = common["args"].consumed_train_samples
             self._progress.consumed_valid_samples = common["args"].consumed_valid_samples
+            if (line := reordered_data(args, common["args"])) is not None:
+                print_rank_0(line)
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
@@ -159,9 +161,12 @@ class Checkpointer:
             check_optimizer(args, common["args"])
         sharding = {**_SHARDING, **common.get("content_metadata", {})}
         with_rng = not (args.finetune or args.no_load_rng)
-        if with_rng and not has_same_ranks(args, common["args"]):
+        is_known = (
+            has_same_ranks(args, common["args"]) and _rng_state(args).unique_key in description.state_dict_metadata
+        )
+        if with_rng and not is_known:
             with_rng = False
-            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
+            print_rank_0("  the checkpoint has no random states of this layout of ranks: none are loaded")
         with loadable(self._optimizer):
             request = self._sharded_state(sharding, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
             state = load(request, folder, description)
@@ -187,7 +192,7 @@ class Checkpointer:
         if with_optimizer:
             state["optimizer"] = sharded_optimizer_state(self._optimizer, state, metadata, is_loading=is_loading)
         if with_rng:
-            state["rng_state"] = _rng_state()
+            state["rng_state"] = _rng_state(self._args)
         return state
 
     def _restore_scheduler(self, state: dict[str, Any], saved: argparse.Namespace) -> None:
@@ -221,7 +226,7 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]
     }
 
 
-def _rng_state() -> ShardedObject:
+def _rng_state(args: Arguments) -> ShardedObject:
     """Return the state of all random generators of this rank, as a sharded object."""
     state = {name: get() for name, (get, _) in _generators().items()}
     place = [
@@ -229,9 +234,11 @@ def _rng_state() -> ShardedObject:
         (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
     ]
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        # Experts draw random numbers from a generator whose state differs between replicas.
-        place.append((replica, parallel_state.get_data_parallel_world_size(with_context_parallel=True)))
+    num_replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if args.expert_model_parallel_size > 1 or (args.variable_seq_lengths and num_replicas > 1):
+        # The states differ between replicas: experts draw from a generator of their own, and dropout draws more numbers
+        # for longer sequences.
+        place.append((replica, num_replicas))
         replica = 0
     ranks, sizes = zip(*place, strict=True)
     return ShardedObject("rng_state", [state], sizes, ranks, replica_id=replica)

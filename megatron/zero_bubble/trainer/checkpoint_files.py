@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,17 @@ def checkpoint_folder(root: str | Path, iteration: int) -> Path:
 
 
 def tracked(root: str | Path) -> str:
-    """Return the text of the tracker file under `root`; "none" if there is no such file."""
-    tracker = Path(root) / TRACKER
-    return tracker.read_text(errors="replace").strip()[:40] if tracker.is_file() else "none"
+    """Return the text of the tracker file under `root`; "none" if there is no such file.
+
+    Raises:
+        CheckpointError: the tracker file cannot be read.
+    """
+    try:
+        return (Path(root) / TRACKER).read_text(errors="replace").strip()[:40]
+    except (FileNotFoundError, NotADirectoryError):
+        return "none"
+    except OSError as error:
+        raise CheckpointError(f"{TRACKER} cannot be read: {error.strerror}") from error
 
 
 def latest_iteration(root: str | Path) -> int:
@@ -58,11 +67,11 @@ def latest_iteration(root: str | Path) -> int:
 
 def _tracked_iteration(root: Path) -> int:
     """Return the iteration in the tracker file; raise `CheckpointError` unless its checkpoint is complete."""
-    if not (root / TRACKER).is_file():
+    text = tracked(root)
+    if text == "none":
         is_inside = (root.parent / TRACKER).is_file()
         remedy = f"; give {root.parent}, whose {TRACKER} names the iteration to load" if is_inside else ""
         raise CheckpointError(f"no checkpoint there ({TRACKER} is missing){remedy}")
-    text = tracked(root)
     if not text.isdecimal():
         raise CheckpointError(f"{TRACKER} says {text!r}, which is not an iteration")
     folder = checkpoint_folder(root, int(text))
@@ -78,6 +87,15 @@ def _complete_iterations(root: str | Path) -> str:
     names = sorted(file.parent.name.removeprefix("iter_") for file in Path(root).glob(f"iter_*/{CONFIG}"))
     iterations = ", ".join(str(int(name)) for name in names if name.isdecimal())
     return f"; write the iteration to load into {TRACKER}: {iterations}" if iterations else ""
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Add `--load` and the checkpoint's folder to the message of a `CheckpointError` in the `with` block."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"--load {folder.parent}: {folder.name}: {error}") from error
 
 
 def check_config(folder: Path) -> None:

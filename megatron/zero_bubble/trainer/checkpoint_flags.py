@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +21,24 @@ _MODEL_SHAPE = (
 )
 _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
-    *("use_rope_scaling", "moe_router_pre_softmax"),
+    *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "window_attn_skip_freq", "no_rope_freq"),
+    *("softmax_type", "apply_query_key_layer_scaling"),
 )
 """Flags that change a model's computation, but not its parameters; with `--finetune`, the values of the flags may
 differ from the values in the checkpoint."""
+_COMPUTATION_WITH = {
+    "use_rope_scaling": ("rope_scaling_factor",),
+    "multi_latent_attention": ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    "num_experts": (
+        *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk"),
+    ),
+}
+"""Flag -> further flags of the model's computation, which have an effect only with this flag."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Optimizer -> flags whose values are part of the optimizer's state; loading the state would replace the values."""
+_DATA_ORDER = ("seed", "split", "seq_length", "data_path")
+"""Flags that determine the order of the training data, beside the number of samples."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
 """Flags that belong to the learning-rate schedule, but are missing in the state of the learning-rate scheduler."""
 _SCHEDULE_FLAGS = {
@@ -55,8 +69,12 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
         pairs["max_position_embeddings"] = (args.max_position_embeddings, saved_positions)
     different = {name: values for name, values in pairs.items() if values[1] not in (None, values[0])}
     if not args.finetune:
-        pairs = {name: (getattr(args, name), getattr(saved, name, getattr(args, name))) for name in _MODEL_COMPUTATION}
-        different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
+        of_parts = [names for part, names in _COMPUTATION_WITH.items() if getattr(args, part)]
+        for name in itertools.chain(_MODEL_COMPUTATION, *of_parts):
+            ours = getattr(args, name, None)  # a version of megatron-core may lack the flag
+            theirs = getattr(saved, name, ours)
+            if ours != theirs:
+                different[name] = ours, theirs
     for name, (ours, theirs) in different.items():
         flag, checkpoint = flag_name(name), f"the checkpoint in --load {args.load}"
         if isinstance(ours, bool):
@@ -82,6 +100,24 @@ def _layers(args: Any) -> str | None:
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 
 
+def reordered_data(args: Arguments, saved: argparse.Namespace) -> str | None:
+    """Return a log line if flags may give the data another order than in the saved run; None if they do not."""
+    names = [*_DATA_ORDER, *(f"{split}_data_path" for split in ("train", "valid"))]
+    sizes = ("train_iters", "global_batch_size")
+    if all(getattr(saved, name, None) for name in sizes):
+        ours, theirs = ([getattr(flags, name) for name in sizes] for flags in (args, saved))
+        names += sizes if math.prod(ours) != math.prod(theirs) else ()
+    changed = {
+        name: saved_value
+        for name in names
+        if (saved_value := getattr(saved, name, None)) not in (None, getattr(args, name))
+    }
+    if not changed:
+        return None
+    was = ", ".join(f"{flag_name(name)} {value}" for name, value in changed.items())
+    return f"  the order of the data may differ from the checkpoint's run, which had {was}"
+
+
 def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
     """Raise `ValueError` if the saved optimizer state does not belong to the optimizer that the flags describe."""
     ours, theirs = _optimizer_form(args), _optimizer_form(saved)
@@ -89,6 +125,12 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
         raise ValueError(
             f"--load {args.load}: the optimizer's state was saved with {theirs}, and cannot be loaded with {ours}: "
             "give the flags of that run, or --no-load-optim"
+        )
+    was_constant = getattr(saved, "loss_scale", None) if getattr(saved, "fp16", False) else None
+    if args.fp16 and args.loss_scale is None and was_constant is not None:
+        raise ValueError(
+            f"--fp16: the optimizer's state in --load {args.load} was saved with --loss-scale {was_constant} and holds "
+            f"no dynamic loss scale: give --loss-scale {was_constant}, or --no-load-optim"
         )
     for name in _OPTIMIZER_SETTINGS[args.optimizer]:
         value, was = getattr(args, name), getattr(saved, name, None)

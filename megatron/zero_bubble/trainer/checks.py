@@ -87,6 +87,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "qk_head_dim qk_pos_emb_head_dim v_head_dim",
     ),
     (
+        "must be at least 1",
+        lambda value: not isinstance(value, int) or value >= 1,  # lists with one value for each layer are checked later
+        "moe_layer_freq window_attn_skip_freq no_rope_freq",
+    ),
+    (
         "must be at least 0",
         lambda value: 0 <= value < math.inf,
         "lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters init_method_std exit_duration_in_mins "
@@ -275,6 +280,10 @@ def _check_training(args: Arguments) -> None:
         raise ValueError("--bf16 and --fp16: give one of them")
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
         raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them")
+    if args.fp16 and args.loss_scale is None and args.min_loss_scale > args.initial_loss_scale:
+        raise ValueError(
+            f"--min-loss-scale {args.min_loss_scale} is above --initial-loss-scale {args.initial_loss_scale}"
+        )
     check_learning_rate(args)
 
 

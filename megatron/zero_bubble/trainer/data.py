@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_config import dataset_config, requested_samples
-from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
+from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset, NoSampleError
 from megatron.zero_bubble.trainer.data_files import SPLITS, fingerprint
 
 
@@ -84,11 +85,15 @@ def build_datasets(
         )
         logger.addFilter(_is_other_warning)
         splits = builder.build()
+    except NoSampleError as error:
+        raise ValueError(f"--variable-seq-lengths: {error}") from error
     except Exception as error:  # megatron-core wraps an OSError into a bare Exception
         cause = error.__cause__ or error
-        if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
+        is_damage = isinstance(cause, (EOFError, ValueError, IndexError, UnpicklingError))
+        if not is_damage and not isinstance(cause, OSError):
             raise
-        raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}") from error
+        remedy = f"; if files there are damaged, remove {where}: it is built again" if is_damage else ""
+        raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}{remedy}") from error
     finally:
         logger.removeFilter(_is_other_warning)
     lengths = torch.tensor([0 if split is None else len(split) for split in splits], device=own_device())
@@ -96,7 +101,7 @@ def build_datasets(
     num_samples = tuple(lengths.tolist())
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
     # megatron-core repeats data as often as a run needs, except data in a blend without weights.
-    for split, have, need in zip(SPLITS, num_samples, requested, strict=True):
+    for split, have, need in list(zip(SPLITS, num_samples, requested, strict=True))[:2]:  # nothing reads the test split
         if have < need and (have > 0 or split == "train"):
             raise ValueError(
                 f"--data-path: the {split} data has {have} samples of {args.seq_length} tokens, the run needs "

@@ -15,6 +15,10 @@ _SIGMA = 0.8
 """Standard deviation of log(length of a mock document); the median length is a quarter of the largest length."""
 
 
+class NoSampleError(ValueError):
+    """Raised if no document has a token and its label."""
+
+
 class DocumentDataset(GPTDataset):
     """A dataset whose samples are the documents with at least two tokens, each truncated to the sequence length."""
 
@@ -22,7 +26,7 @@ class DocumentDataset(GPTDataset):
         """Return each sample's document index, and empty arrays in place of the sample index and the shuffle index."""
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
-            raise ValueError(f"no document of {self.dataset_path} has two tokens")
+            raise NoSampleError(f"no document of {self.dataset_path} has two tokens")
         generator = np.random.RandomState(self.config.random_seed)
         num_epochs = max(1, -(-(self.num_samples or 0) // len(whole)))
         documents = np.concatenate([generator.permutation(whole) for _ in range(num_epochs)])

@@ -17,14 +17,11 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
-    Args:
-        waits: whether the decision after an iteration uses the votes that all ranks cast after the same iteration; if
-            False, the votes of the previous iteration decide, so that no rank waits for other ranks.
+    As in Megatron-LM, the time limit counts from the start of the program, which makes this object first.
     """
 
-    def __init__(self, args: Arguments, *, waits: bool) -> None:
+    def __init__(self, args: Arguments) -> None:
         self._args = args
-        self._waits = waits
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None
         self._votes: tuple[torch.Tensor, Any] | None = None
@@ -53,12 +50,17 @@ class ExitReasons:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop training after `iteration` (the same on all ranks), or None; a collective call."""
+    def reason(self, iteration: int, *, waits: bool) -> str | None:
+        """Return the reason to stop training after `iteration` (the same on all ranks), or None; a collective call.
+
+        Args:
+            waits: whether the decision uses the votes that all ranks cast after `iteration`; if False, the votes of the
+                previous iteration decide, so that no rank waits for other ranks.
+        """
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
-        return self._voted(waits=self._waits)
+        return self._voted(waits=waits)
 
     def reason_in_evaluation(self) -> str | None:
         """Return the reason to stop training before an evaluation's next iteration, or None; a collective call.

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron.zero_bubble.mcore.checkpoint_reading import read_common
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -18,7 +17,7 @@ from megatron.zero_bubble.session.layout_choice import saved_choice
 from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
+from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration, loading, read_checked
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
 from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config
@@ -72,7 +71,9 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     saved = None
     if args.load and not args.finetune:
         folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
-        saved = saved_choice(on_rank(0, lambda: read_common(folder))["args"], session.job.flags)
+        with loading(folder):
+            _, common = on_rank(0, lambda: read_checked(folder, ("args",)))
+        saved = saved_choice(common["args"], session.job.flags)
     if saved is not None:
         layout = session.restore_layout(saved, str(args.load))
     else:

@@ -12,6 +12,7 @@ from datetime import datetime
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.timers import Timers
 
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.planner.prediction import Prediction
@@ -23,6 +24,13 @@ from megatron.zero_bubble.session.run_summary import RunSummary
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
 
+_TIMERS = [
+    *("forward-backward", "forward-compute", "backward-compute", "all-grads-sync", "params-all-gather"),
+    *("conditional-embedder-grads-all-reduce", "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"),
+    *("optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad"),
+    *("optimizer-count-zeros", "optimizer-inner-step", "optimizer-copy-main-to-model-params"),
+]
+"""Names of megatron-core's timers, the same on all ranks; a rank may lack some of the timers."""
 _UNKNOWN = StepOutcome(was_updated=True, grad_norm=None)
 
 
@@ -67,12 +75,14 @@ class TrainingLog:
 
     Args:
         log_rank: global rank that has the loss and prints the log lines.
+        timers: megatron-core's timers, whose times follow each log line; None without `--timing-log-level`.
     """
 
-    def __init__(self, args: Arguments, progress: Progress, log_rank: int) -> None:
+    def __init__(self, args: Arguments, progress: Progress, log_rank: int, timers: Timers | None = None) -> None:
         self._args = args
         self.progress = progress
         self._log_rank = log_rank
+        self._timers = timers
         self._summary = RunSummary()
         self._results: list[StepResult] = []
         """The results of the iterations since the last log line."""
@@ -132,6 +142,10 @@ class TrainingLog:
         if waited := sum(outcome.has_waited for outcome in outcomes):
             line += f" steps that waited: {waited} |"
         self._say(line)
+        if self._timers is not None:
+            times = self._timers.get_all_timers_string(_TIMERS, normalizer=len(self._results))
+            if times is not None:
+                self._say(times)
         self._summary.record(self.progress.iteration, seconds * 1e3, measured, prediction)
 
     def _mean_losses(self, result: StepResult) -> list[float]:

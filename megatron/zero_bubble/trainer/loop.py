@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
@@ -47,6 +48,7 @@ class Trainer:
 
     Args:
         session: the started session, which runs the training steps.
+        exit_reasons: the reasons to end before the last iteration; they count time from the start of the program.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Trainer:
         checkpointer: Checkpointer,
         log: TrainingLog,
         data: TrainingData,
+        exit_reasons: ExitReasons,
     ) -> None:
         self._args = args
         self._progress, self._model, self._optimizer, self._scheduler = progress, model, optimizer, _ = state
@@ -88,8 +91,7 @@ class Trainer:
         self._numerics: NumericsLog | None = None
         if args.log_numerics:
             self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
-        # With post-validation, no rank waits for other ranks at the end of an iteration.
-        self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
+        self._exit_reasons = exit_reasons
 
     def train(self) -> None:
         """Train until the last iteration or an earlier exit, and save a checkpoint at the end if `--save` is given."""
@@ -114,7 +116,9 @@ class Trainer:
                 self._settle()
             if self._data.valid is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
-            reason = self._exit_reasons.reason(self._progress.iteration)
+            # With post-validation, no rank waits for other ranks at the end of an iteration.
+            waits = self._session.post_validation is None
+            reason = self._exit_reasons.reason(self._progress.iteration, waits=waits)
             if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
                 self._pausing(self._save)
                 saved_at = self._progress.iteration
@@ -244,6 +248,8 @@ class Trainer:
         for chunk in self._model:
             chunk.eval()
         num_microbatches = get_num_microbatches()
+        config = get_model_config(self._model[0])
+        timers, config.timers = config.timers, None  # the timers are about training
         reports, reason = [], None
         with torch.no_grad():
             for _ in range(args.eval_iters):
@@ -253,6 +259,7 @@ class Trainer:
                 reports += self._forward_backward(
                     data_iterator=self._data.valid, num_microbatches=num_microbatches, forward_only=True
                 )
+        config.timers = timers
         # Also after an early stop, so that a resumed job evaluates on the same samples as an uninterrupted job.
         self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:

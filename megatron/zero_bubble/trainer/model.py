@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,27 +19,17 @@ from megatron.zero_bubble.mcore.model_units import Unit, keep_unit
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, place_layout
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import keeping_everything
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.core_errors import as_users_mistake
 from megatron.zero_bubble.trainer.core_flags import config_values
 from megatron.zero_bubble.trainer.hybrid_stages import build_hybrid_stage
 from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
-@contextmanager
-def as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
-    """Turn a megatron-core error into a one-line `ValueError` with the error's message or the failed line of code."""
-    try:
-        yield
-    except refusals as error:
-        reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(f"megatron-core refuses this model: {reason}") from error
-
-
-@as_users_mistake(AssertionError, ValueError)
+@as_users_mistake("this model", AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
     """Make megatron-core's model configuration from the flags and from the trainer's own settings.
 
@@ -130,7 +117,7 @@ def build_model(
     return wrapped
 
 
-@as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
+@as_users_mistake("this model", AssertionError, ValueError, ImportError, NotImplementedError)
 def build_stage(
     args: Arguments,
     config: TransformerConfig,

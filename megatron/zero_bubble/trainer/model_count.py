@@ -31,8 +31,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.core_errors import as_users_mistake
 from megatron.zero_bubble.trainer.model import (
-    as_users_mistake,
     build_unit,
     fuses_activation,
     layer_kinds,
@@ -201,7 +201,7 @@ def _plain(args: Arguments) -> Arguments:
     return replace(args, **{"attention_backend": backend, **balancing, **plain})
 
 
-@as_users_mistake(AssertionError)
+@as_users_mistake("this model", AssertionError)
 def _count(args: Arguments, unit: Unit) -> UnitCount:
     plain, store = _plain(args), WeightGradStore()
     config = unit_config(plain, unit)

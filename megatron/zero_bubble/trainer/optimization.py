@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.core_errors import as_users_mistake
 from megatron.zero_bubble.trainer.core_flags import config_values
 
 
@@ -46,7 +47,7 @@ def wrap_in_ddp(
         defers_weights: whether the backward of the chunks' linear layers is split into B and W.
 
     Raises:
-        ValueError: FSDP2 cannot shard a parameter.
+        ValueError: FSDP2 cannot shard a parameter, or DDP refuses a flag.
     """
     if args.use_torch_fsdp2:
         options: dict[str, Any] = {
@@ -75,18 +76,24 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
         # With this setting, DDP gives each layer the hook that accumulates and reduces a gradient; W calls this hook.
         delay_wgrad_compute=splits_backward,
     )
-    return DistributedDataParallelConfig(**values)
+    with as_users_mistake("these flags of data parallelism", AssertionError, ValueError):
+        return DistributedDataParallelConfig(**values)
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
-    """Build megatron-core's optimizer for the model, in mixed precision with `--bf16` or `--fp16`."""
+    """Build megatron-core's optimizer for the model, in mixed precision with `--bf16` or `--fp16`.
+
+    Raises:
+        ValueError: megatron-core refuses a flag of the optimizer.
+    """
     values = config_values(args, OptimizerConfig)
     values.update(
         params_dtype=config.params_dtype, fp8_recipe=config.fp8_recipe if config.fp8 else None, timers=config.timers
     )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**values), model, use_gloo_process_groups=dist.is_gloo_available()
-    )
+    with as_users_mistake("this optimizer", AssertionError, ValueError, ImportError, RuntimeError):
+        optimizer_config = OptimizerConfig(**values)
+    with as_users_mistake("this optimizer", AssertionError, ValueError, ImportError):
+        optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=dist.is_gloo_available())
     for group in optimizer.param_groups:
         # megatron-core reads this entry when it loads a checkpoint, but does not set the entry.
         group["is_decoupled_lr"] = not group["default_config"]

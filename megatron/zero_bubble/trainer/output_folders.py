@@ -46,6 +46,8 @@ def check_output(args: Arguments) -> None:
         if name in _FILES and path.is_dir():
             raise ValueError(f"{given} is a folder; name a file")
         _check_writable(given, existing)
+        if existing.is_file():  # a new file beside it replaces it
+            _check_writable(given, Path(os.path.realpath(existing)).parent)
 
 
 def _check_writable(flag: str, place: Path) -> None:

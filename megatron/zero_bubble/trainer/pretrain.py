@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import unwrap_model
 
+from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError
 from megatron.zero_bubble.mcore.model_units import release
 from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
@@ -24,6 +25,7 @@ from megatron.zero_bubble.trainer.data import build_datasets, needed_tensors
 from megatron.zero_bubble.trainer.data_config import check_data, check_rest
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
+from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator
 from megatron.zero_bubble.trainer.initialize import initialized
 from megatron.zero_bubble.trainer.layout import settle_layout
@@ -43,6 +45,7 @@ def pretrain(args: Arguments, session: Session) -> None:
     Raises:
         ValueError: the data, tokenizer or checkpoint does not fit the flags, or a checkpoint cannot be written.
     """
+    exit_reasons = ExitReasons(args)
     session.make_schedules()
     tokenizer = load_tokenizer(args)
     args = with_vocabulary(args, tokenizer.vocab_size)
@@ -54,7 +57,7 @@ def pretrain(args: Arguments, session: Session) -> None:
     with initialized(args, session.job.first_placement), ExitStack() as resources:
         resources.enter_context(session)
         args = settle_layout(args, session)
-        trainer = build_trainer(args, session, tokenizer, resources)
+        trainer = build_trainer(args, session, tokenizer, exit_reasons, resources)
         try:
             trainer.train()
         except SessionError:
@@ -66,16 +69,25 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 def without_first_load(args: Arguments) -> Arguments:
     """Remove `--load` from the flags if `--load` and `--save` name the same folder and it has no checkpoint yet."""
-    if args.load is None or args.save is None or tracked(args.load) != "none":
+    if args.load is None or args.save is None or Path(args.load).resolve() != Path(args.save).resolve():
         return args
-    if Path(args.load).resolve() != Path(args.save).resolve():
-        return args
-    if args.rank == 0:
-        print_line(f" > no checkpoint in --load {args.load} yet, which --save writes: training begins at iteration 0")
-    return replace(args, load=None)
+    with suppress(CheckpointError):  # `latest_iteration` will raise the same error
+        if tracked(args.load) == "none":
+            if args.rank == 0:
+                print_line(
+                    f" > no checkpoint in --load {args.load} yet, which --save writes: training begins at iteration 0"
+                )
+            return replace(args, load=None)
+    return args
 
 
-def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenizerBase, resources: ExitStack) -> Trainer:
+def build_trainer(
+    args: Arguments,
+    session: Session,
+    tokenizer: MegatronTokenizerBase,
+    exit_reasons: ExitReasons,
+    resources: ExitStack,
+) -> Trainer:
     """Build model, optimizer and data, load the checkpoint, and start the session.
 
     Closing `resources` releases the model and the data.
@@ -92,10 +104,10 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
     checkpointer = Checkpointer(args, state)
     if args.load:
         checkpointer.load()
-    log = TrainingLog(args, state.progress, session.job.log_rank)
     session.start(model, optimizer, state.progress.iteration)
     data = open_data(args, state, tokenizer, resources)
-    return Trainer(args, state, session, checkpointer, log, data)
+    log = TrainingLog(args, state.progress, session.job.log_rank, timers)  # its clock starts here
+    return Trainer(args, state, session, checkpointer, log, data, exit_reasons)
 
 
 def open_data(

@@ -172,8 +172,10 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or its folder"
         )
     given = Path(tokenizer_model)
-    file = given / "tokenizer.json" if given.is_dir() else given
-    if not file.is_file():
+    with _reading(f"--tokenizer-model {tokenizer_model}"):
+        file = given / "tokenizer.json" if given.is_dir() else given
+        is_file = file.is_file()
+    if not is_file:
         what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
         raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
     # Imported here, because a run with NullTokenizer does not need the package.
@@ -196,18 +198,23 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 def _configured_eos(folder: Path) -> str | None:
     """Return the text of `eos_token` in the folder's tokenizer_config.json; None without the file or the entry."""
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return None
     with _reading(f"--tokenizer-model {file}: not a readable JSON object"):
+        if not file.is_file():
+            return None
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    return eos.get("content") if isinstance(eos, dict) else eos
+    token = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(token, str | None):
+        raise ValueError(f"--tokenizer-model {file}: eos_token must be the text of a token, got {token!r}")
+    return token
 
 
 def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingFaceTokenizer:
     if not vocab_file or not merge_file:
         raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-        if not Path(file).is_file():
+        with _reading(f"{flag} {file}"):
+            is_file = Path(file).is_file()
+        if not is_file:
             raise ValueError(f"{flag} {file}: no such file")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -107,6 +107,8 @@ def profile_from_json(text: str) -> Profile:
         raise ScheduleError(f"the {_FORMAT} is damaged: {error}") from None
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(f"the profile has costs of {costs.num_stages} stages, its placement {placement.num_stages}")
+    if not 0 <= profile.noise < math.inf:
+        raise ScheduleError(f"the {_FORMAT} is damaged: noise must be at least 0, got {profile.noise}")
     if inside and (len(inside) != placement.num_stages or not all(0 <= value < math.inf for value in inside)):
         raise ScheduleError(f"the {_FORMAT} is damaged: inside must be {placement.num_stages} numbers of bytes")
     return profile
