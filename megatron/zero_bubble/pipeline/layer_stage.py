@@ -15,6 +15,7 @@ from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.forward_state import ForwardState
+from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
@@ -71,6 +72,7 @@ class LayerStage:
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Set the data of a step; `microbatches` is empty on ranks that hold neither the first nor the last stage."""
         self.microbatches, self.autocast = microbatches, autocast
+        self._parameters = [[each for layer in chunk for each in layer.module.parameters()] for chunk in self.chunks]
         self._places: Sequence[int] = ()
         self.forget_forwards()
 
@@ -90,8 +92,7 @@ class LayerStage:
 
     def trained_parameters(self) -> list[bool]:
         """Return `requires_grad` of this rank's parameters; the values decide which gradients the stages exchange."""
-        layers = [layer for chunk in self.chunks for layer in chunk]
-        return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
+        return [parameter.requires_grad for parameters in self._parameters for parameter in parameters]
 
     def forget_forwards(self) -> None:
         """Discard the losses, the failures and the gradients' shapes that this step's forwards have recorded."""
@@ -180,7 +181,8 @@ class LayerStage:
         output_grads: StageMessage | None,
     ) -> StageMessage | None:
         grads = output.spread(output_grads) if output_grads is not None else [torch.ones_like(output.tensors[0])]
-        output.backward(grads)
+        with owning_gradients(self._parameters[chunk]):
+            output.backward(grads)
         return None if input_message is None else input_message.take_gradients()
 
     def release_output(self, output: StageMessage) -> None:
