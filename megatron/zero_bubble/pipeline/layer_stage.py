@@ -39,8 +39,8 @@ class HeldLayer:
 class LayerStage:
     """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s in place of tensors.
 
-    The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
-    finish the step, so that no rank waits forever and all ranks can raise the same error.
+    The error of a failed forward or backward is recorded, and zeros replace the missing tensors. All ranks finish the
+    step, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
         chunks: for each stage of the rank, a list of the stage's layers.
@@ -121,19 +121,27 @@ class LayerStage:
 
     def forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
-        try:
+        output = None
+        with self.recording(microbatch, chunk):
             output = self._forward(microbatch, chunk, message)
-        except Exception as error:
-            number = self._places[microbatch] if self._places else microbatch
-            self.failures.append(Failure(microbatch, stage, f"microbatch {number}: {one_line(error)}"))
-            self.cause = self.cause or error
-            output = self._zeros(stage)
+        output = output or self._zeros(stage)
         if stage == self._last:
             self.losses[microbatch] = output.tensors[0].detach()
         elif self._shapes_vary:
             # The gradients of these tensors will have the same shapes.
             self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.wanted]
         return output
+
+    @contextmanager
+    def recording(self, microbatch: int, chunk: int, kind: str = "") -> Iterator[None]:
+        """Record an error in the `with` block; `kind` is the failed operation, if the error does not name a layer."""
+        try:
+            yield
+        except Exception as error:
+            number, stage = self._places[microbatch] if self._places else microbatch, self.stages[chunk]
+            problem = f"{kind} of stage {stage} failed: {type(error).__name__}: " if kind else ""
+            self.failures.append(Failure(microbatch, stage, f"microbatch {number}: {problem}{one_line(error)}"))
+            self.cause = self.cause or error
 
     def _forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
@@ -156,6 +164,7 @@ class LayerStage:
             elif output.spec.differs_in_constants_only(expected):
                 problem += ": numbers and strings must be equal in all microbatches, so send a tensor"
             raise ValueError(problem)
+        output = output.in_order_of(expected)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
         if (True, False) in needs and not self._is_checkpointed(chunk):
             raise ValueError(
@@ -181,7 +190,7 @@ class LayerStage:
         output_grads: StageMessage | None,
     ) -> StageMessage | None:
         grads = output.spread(output_grads) if output_grads is not None else [torch.ones_like(output.tensors[0])]
-        with owning_gradients(self._parameters[chunk]):
+        with self.recording(microbatch, chunk, "backward"), owning_gradients(self._parameters[chunk]):
             output.backward(grads)
         return None if input_message is None else input_message.take_gradients()
 
