@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from rank_threads import pipelines
+from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble.pipeline.gradients import average_over, own_norms, total_norm
 from tests.ranks import run_on_ranks
@@ -63,3 +65,14 @@ def test_norms_come_from_the_functions_that_torch_uses(norm_type, has_other, mon
             assert found.dtype is expected.dtype
         else:
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+def test_the_type_of_a_norm_may_be_a_string_as_in_torch():
+    def use(pipeline):
+        pipeline.train_batch((torch.ones(8, 4), torch.zeros(8, 4)))
+        largest = max(parameter.grad.abs().max() for parameter in pipeline.parameters())
+        return pipeline.clip_grad_norm_("0.25", norm_type="inf"), largest
+
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    found = pipelines(2, layers, mse_loss, use, schedule="zb-h1", num_microbatches=4)
+    assert {float(norm) for norm, _ in found} == {max(float(largest) for _, largest in found)}

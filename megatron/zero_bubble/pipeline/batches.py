@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.pipeline.messages import Constant, MessageSpec, StageMessage
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
@@ -33,8 +33,19 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
 
     Raises:
         ValueError: `batch` has a wrong type; tensors in `batch` have unequal lengths or a length that is no multiple of
-            `count`; or the iterator `batch` fails or ends before `count` microbatches.
+            `count`; a pair contains data of samples in another form than tensors; the iterator `batch` fails or ends
+            before `count` microbatches; or tensors cannot be split or moved.
     """
+    try:
+        return _divided(batch, count, device)
+    except ValueError:
+        raise
+    except Exception as error:
+        # Other ranks learn of a ValueError only.
+        raise ValueError(f"the batch cannot be used: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _divided(batch: Any, count: int, device: torch.device) -> Microbatches:
     if isinstance(batch, Iterator):
         pairs = []
         for k in range(count):
@@ -57,6 +68,7 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
                 f"the tensors of a batch have {' and '.join(map(str, lengths))} samples: give equal numbers, or an "
                 "iterator of microbatches"
             )
+        _refuse_other_samples(batch, lengths)
         pairs = list(zip(_split_tensors(inputs, count), _split_tensors(targets, count), strict=True))
     on_device = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), pairs)
     return Microbatches([inputs for inputs, _ in on_device], [targets for _, targets in on_device])
@@ -66,6 +78,23 @@ def _inputs_and_targets(value: Any, problem: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(problem)
     return value[0], value[1]
+
+
+def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
+    """Refuse lists of numbers with one number for each sample, and arrays of other libraries than torch.
+
+    Every microbatch would get all of them, because only tensors are split.
+    """
+
+    def is_column(node: Any) -> bool:
+        return isinstance(node, list) and len(node) in num_samples and all(isinstance(each, Constant) for each in node)
+
+    for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
+        if isinstance(leaf, Sized) and not isinstance(leaf, torch.Tensor | str | bytes):
+            raise ValueError(
+                f"a batch contains a {type(leaf).__name__} of {len(leaf)}, which is not split: give a tensor, or an "
+                "iterator of microbatches"
+            )
 
 
 def _split_tensors(value: Any, count: int) -> list[Any]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load, Microbatches, common_form
 from megatron.zero_bubble.pipeline.failures import Failure
@@ -12,6 +17,17 @@ from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
 
+class _Description(NamedTuple):
+    """The properties of one rank's part of a step that all ranks compare."""
+
+    form: str
+    """A text with all properties of the rank on which message specs depend."""
+    shapes_vary: bool
+    """Whether the rank has the first stage and the shapes of inputs differ between microbatches."""
+    tied: tuple[tuple[str, tuple[bool, ...]], ...]
+    """One pair (key, `requires_grad` of each parameter) for each copy of a tied layer."""
+
+
 class StepMessages:
     """Finds the message specs for each step of a pipeline; creating an instance is a collective call of all ranks.
 
@@ -19,6 +35,7 @@ class StepMessages:
     of each activation.
 
     Args:
+        tied: key of a tied layer -> stage of this rank -> module with the tied layer's copy on the stage.
         shapes_vary: whether header messages announce the shapes of activations in every step.
     """
 
@@ -28,15 +45,16 @@ class StepMessages:
         placement: Placement,
         interconnect: Interconnect,
         agreement: Agreement,
+        tied: Mapping[str, Mapping[int, nn.Module]],
         *,
         shapes_vary: bool,
     ) -> None:
-        self._stage, self._placement = stage, placement
+        self._stage, self._placement, self._tied = stage, placement, tied
         self._interconnect, self._agreement = interconnect, agreement
         self._first, self._last = (placement.rank_of(stage) for stage in (0, placement.num_stages - 1))
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
-        self._trained_form: tuple[str, bool] | None = None
+        self._trained_form: _Description | None = None
         """The result of `_describe` in the previous step; None unless the previous step was a training step."""
         self.shapes_vary = False
         if shapes_vary:
@@ -54,10 +72,13 @@ class StepMessages:
             load: function that returns the step's microbatches, called on the ranks of the first and the last stage.
 
         Raises:
-            ValueError: on all ranks, if the step's data are invalid or the forward of a layer fails.
+            ValueError: on all ranks, if the step's data are invalid, the forward of a layer fails, or the copies of a
+                tied layer require gradients of different parameters.
         """
         described = self._agreement.collect(lambda: self._describe(load, autocast))
-        if not self.shapes_vary and any(vary for _, vary in described):
+        if trains:
+            _check_ties(described)
+        if not self.shapes_vary and any(description.shapes_vary for description in described):
             self._open_headers()
         key = trains, *described
         if key not in self._discovered:
@@ -91,20 +112,20 @@ class StepMessages:
             self._stage.failures.append(Failure(-1, self._interconnect.rank, str(error)))
             self._stage.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
 
-    def _describe(self, load: Load, autocast: Autocast) -> tuple[str, bool]:
-        """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs.
-
-        Returns:
-            A pair: a text that lists all properties of this rank on which message specs depend, and a flag that is
-            true if this rank has the first stage and the shapes of inputs differ between microbatches.
-        """
+    def _describe(self, load: Load, autocast: Autocast) -> _Description:
+        """Pass the data of a step to this rank's `LayerStage`; return the properties that determine message specs."""
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
         self._stage.begin(microbatches, autocast)
         form, vary = common_form(microbatches.inputs) if rank == self._first else (None, False)
         if form is not None and (vary or self.shapes_vary):
             form = form.announced()
-        return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
+        tied = tuple(
+            (key, tuple(parameter.requires_grad for parameter in copy.parameters()))
+            for key, copies in self._tied.items()
+            for copy in copies.values()
+        )
+        return _Description(f"{form!r} {autocast} {self._stage.trained_parameters()}", vary, tied)
 
     def _discover(self) -> dict[int, MessageSpec]:
         """Return stage -> spec of the message that the stage sends to the next stage; a collective call of all ranks.
@@ -136,3 +157,13 @@ class StepMessages:
             elif rank == there:
                 incoming = self.communicator.receive(here, specs[sender]).wait()
         return specs
+
+
+def _check_ties(described: Sequence[_Description]) -> None:
+    """Check that all copies of each tied layer require gradients of the same parameters, because the ranks sum them."""
+    first: dict[str, tuple[bool, ...]] = {}
+    for key, requires_grad in (pair for description in described for pair in description.tied):
+        if first.setdefault(key, requires_grad) != requires_grad:
+            raise ValueError(
+                f"TiedLayerSpec({key!r}): requires_grad differs between copies of the layer: set it on all ranks alike"
+            )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.errors import one_line
 
 
@@ -15,6 +16,17 @@ class Failure(NamedTuple):
     microbatch: int
     stage: int
     problem: str
+
+
+class RecordingStore(WeightGradStore):
+    """A `WeightGradStore` that records the error of a failed W, so that the rank finishes the step."""
+
+    recording: Callable[[int, int, str], AbstractContextManager[None]]
+    """Makes a context manager that records an error; the arguments are (microbatch, chunk, description)."""
+
+    def pop(self, chunk: int, microbatch: int) -> None:
+        with self.recording(microbatch, chunk, "W"):
+            super().pop(chunk, microbatch)
 
 
 @contextmanager

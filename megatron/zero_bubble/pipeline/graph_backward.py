@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -27,3 +28,28 @@ def run_backward(
     return torch.autograd.Variable._execution_engine.run_backward(
         tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
     )
+
+
+@contextmanager
+def owning_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give every `.grad` that appears in the `with` block memory that no tensor outside the parameters uses.
+
+    If a parameter is added to an activation through a view, its first `.grad` is a view of the activation's gradient.
+    Later backwards change `.grad` in place, while a deferred W or a message to another stage still needs the
+    activation's gradient. Gradients of parameters that share memory keep sharing memory, as in a single process.
+    """
+    fresh = [parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None]
+    yield
+    copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+    for parameter in fresh:
+        grad = parameter.grad
+        if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+            continue
+        storage = grad.untyped_storage()
+        # Two uses are the gradient itself and `storage`.
+        if storage._cdata not in copies and torch._C._storage_Use_Count(storage._cdata) > 2:
+            copies[storage._cdata] = storage, storage.clone()
+        if storage._cdata in copies:
+            copy = torch.empty(0, dtype=grad.dtype, device=grad.device)
+            layout = grad.storage_offset(), grad.size(), grad.stride()
+            parameter.grad = copy.set_(copies[storage._cdata][1], *layout)

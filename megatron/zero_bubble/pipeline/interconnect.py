@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -14,6 +16,7 @@ from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectiv
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator
 from megatron.zero_bubble.runtime.joint import attempt, raise_first
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.errors import one_line
 
 T = TypeVar("T")
 
@@ -57,6 +60,12 @@ class Interconnect:
         self._open.append(collectives)
         return collectives
 
+    def of_one_pipeline(self) -> Interconnect:
+        """Return an `Interconnect` of the same ranks, whose `close` leaves the connections of other pipelines open."""
+        own = copy(self)
+        own._open = []
+        return own
+
     def close(self) -> None:
         """Close all channels and collectives; no message may be in flight."""
         for connection in self._open:
@@ -94,6 +103,13 @@ def connect_ranks(
     return Interconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)
 
 
+@dataclass(frozen=True)
+class _Unsendable:
+    """Sent by a rank in place of a value that cannot be pickled."""
+
+    problem: str
+
+
 class Agreement:
     """Exchanges values among all ranks of a pipeline, and raises an error of one rank on all ranks.
 
@@ -114,19 +130,34 @@ class Agreement:
             raise ValueError("the pipeline is closed: make another one, or call close() later")
 
     def gather(self, value: T) -> list[T]:
-        """Return the values that all ranks pass to `gather`, in the order of the ranks; a collective call."""
+        """Return the values that all ranks pass to `gather`, in the order of the ranks; a collective call.
+
+        Raises:
+            ValueError: on all ranks, if the value of a rank cannot be pickled.
+        """
         self.check_open()
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        try:
+            pickled = pickle.dumps(value)
+        except Exception as error:
+            pickled = pickle.dumps(_Unsendable(f"{type(error).__name__}: {one_line(error)}"))
+        data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
         self._collectives.gather_all(torch.tensor([len(data)]), sizes)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(data)] = data
         gathered = torch.zeros(self._collectives.size, len(padded), dtype=torch.uint8)
         self._collectives.gather_all(padded, gathered)
-        return [
+        values = [
             pickle.loads(row[:size].numpy().tobytes())
             for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)
         ]
+        for rank, value in enumerate(values):
+            if isinstance(value, _Unsendable):
+                raise ValueError(
+                    f"rank {rank} cannot describe its part to the other ranks: {value.problem}: define classes of "
+                    "messages at the top of a module"
+                )
+        return values
 
     def collect(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return the results of all ranks; a collective call.

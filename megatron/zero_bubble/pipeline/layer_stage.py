@@ -15,6 +15,7 @@ from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.forward_state import ForwardState
+from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
@@ -38,8 +39,8 @@ class HeldLayer:
 class LayerStage:
     """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage`s in place of tensors.
 
-    The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
-    finish the step, so that no rank waits forever and all ranks can raise the same error.
+    The error of a failed forward or backward is recorded, and zeros replace the missing tensors. All ranks finish the
+    step, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
         chunks: for each stage of the rank, a list of the stage's layers.
@@ -71,6 +72,7 @@ class LayerStage:
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Set the data of a step; `microbatches` is empty on ranks that hold neither the first nor the last stage."""
         self.microbatches, self.autocast = microbatches, autocast
+        self._parameters = [[each for layer in chunk for each in layer.module.parameters()] for chunk in self.chunks]
         self._places: Sequence[int] = ()
         self.forget_forwards()
 
@@ -90,8 +92,7 @@ class LayerStage:
 
     def trained_parameters(self) -> list[bool]:
         """Return `requires_grad` of this rank's parameters; the values decide which gradients the stages exchange."""
-        layers = [layer for chunk in self.chunks for layer in chunk]
-        return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
+        return [parameter.requires_grad for parameters in self._parameters for parameter in parameters]
 
     def forget_forwards(self) -> None:
         """Discard the losses, the failures and the gradients' shapes that this step's forwards have recorded."""
@@ -120,19 +121,27 @@ class LayerStage:
 
     def forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
-        try:
+        output = None
+        with self.recording(microbatch, chunk):
             output = self._forward(microbatch, chunk, message)
-        except Exception as error:
-            number = self._places[microbatch] if self._places else microbatch
-            self.failures.append(Failure(microbatch, stage, f"microbatch {number}: {one_line(error)}"))
-            self.cause = self.cause or error
-            output = self._zeros(stage)
+        output = output or self._zeros(stage)
         if stage == self._last:
             self.losses[microbatch] = output.tensors[0].detach()
         elif self._shapes_vary:
             # The gradients of these tensors will have the same shapes.
             self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.wanted]
         return output
+
+    @contextmanager
+    def recording(self, microbatch: int, chunk: int, kind: str = "") -> Iterator[None]:
+        """Record an error in the `with` block; `kind` is the failed operation, if the error does not name a layer."""
+        try:
+            yield
+        except Exception as error:
+            number, stage = self._places[microbatch] if self._places else microbatch, self.stages[chunk]
+            problem = f"{kind} of stage {stage} failed: {type(error).__name__}: " if kind else ""
+            self.failures.append(Failure(microbatch, stage, f"microbatch {number}: {problem}{one_line(error)}"))
+            self.cause = self.cause or error
 
     def _forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
@@ -155,6 +164,7 @@ class LayerStage:
             elif output.spec.differs_in_constants_only(expected):
                 problem += ": numbers and strings must be equal in all microbatches, so send a tensor"
             raise ValueError(problem)
+        output = output.in_order_of(expected)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
         if (True, False) in needs and not self._is_checkpointed(chunk):
             raise ValueError(
@@ -180,7 +190,8 @@ class LayerStage:
         output_grads: StageMessage | None,
     ) -> StageMessage | None:
         grads = output.spread(output_grads) if output_grads is not None else [torch.ones_like(output.tensors[0])]
-        output.backward(grads)
+        with self.recording(microbatch, chunk, "backward"), owning_gradients(self._parameters[chunk]):
+            output.backward(grads)
         return None if input_message is None else input_message.take_gradients()
 
     def release_output(self, output: StageMessage) -> None:

@@ -70,7 +70,10 @@ class MessageSpec:
         return replace(self, template=tuple(map(later, range(len(self.tensors)))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether two specs have equal structures, constants, types and (unless `shapes_vary` is set) shapes."""
+        """Tell whether two specs have equal structures, constants, types and (unless `shapes_vary` is set) shapes.
+
+        The order of the keys in dicts does not matter; see `StageMessage.in_order_of`.
+        """
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
@@ -134,6 +137,13 @@ class StageMessage:
                 name = str(layout).removeprefix("torch.")
                 raise ValueError(f"a {name} tensor cannot be sent to the next stage: return a dense tensor")
         return message
+
+    def in_order_of(self, spec: MessageSpec) -> StageMessage:
+        """Return this message with the keys of its dicts, and so its tensors, in the order of `spec`."""
+        structure = pytree.tree_structure(spec.template)
+        if structure == pytree.tree_structure(self.spec.template):
+            return self
+        return StageMessage.of(pytree.tree_unflatten(structure.flatten_up_to(self.value), structure))
 
     @property
     def value(self) -> Any:

@@ -62,7 +62,7 @@ class Pipeline(PartialModel):
         replicas: process group of the ranks that hold the same stages as this rank, with one rank of each replica of
             the pipeline. Gradients are averaged over the group `replicas`.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. For another device or
-            timeout, pass the result of `connect_ranks(group, device, timeout)`.
+            timeout, pass the result of `connect_ranks(group, device, timeout)`. Several pipelines may use it.
 
     Raises:
         ValueError: on all ranks, if the layers cannot be partitioned or built, or the schedule cannot be made.
@@ -82,7 +82,7 @@ class Pipeline(PartialModel):
     ) -> None:
         super().__init__()
         check_types(layers, loss_fn, options)
-        layers, interconnect = list(layers), interconnect or connect_ranks(group)
+        layers, interconnect = list(layers), (interconnect or connect_ranks(group)).of_one_pipeline()
         # A gloo group that is open while the interpreter ends may abort the process.
         self._close = weakref.finalize(self, interconnect.close)
         self._rank, self._replicas = interconnect.rank, replicas
@@ -124,7 +124,8 @@ class Pipeline(PartialModel):
                 stage ignores the batch.
 
         Raises:
-            ValueError: on all ranks of the pipeline, if the batch is invalid or the forward of a layer fails.
+            ValueError: on all ranks of the pipeline, if the batch is invalid, or the forward or backward of a layer
+                fails.
         """
         return self._train(batch)
 
@@ -140,8 +141,8 @@ class Pipeline(PartialModel):
         used any more.
 
         Raises:
-            ValueError: on all ranks of the pipeline, if the batch is invalid, the forward of a layer fails, or the
-                optimizer's step fails or needs a closure.
+            ValueError: on all ranks of the pipeline, if the batch is invalid, the forward or backward of a layer fails,
+                or the optimizer's step fails or needs a closure.
         """
         check_optimizer(optimizer)
         if self._late is None:
@@ -227,6 +228,7 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
+        max_norm, norm_type = float(max_norm), float(norm_type)
         of_ranks = self._agreement.gather(self.gradient_norms(norm_type))
         total = total_norm(list(chain(*of_ranks)), self.device, norm_type)
         if any(of_ranks):

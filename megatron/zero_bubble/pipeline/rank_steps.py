@@ -12,6 +12,7 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load
 from megatron.zero_bubble.pipeline.discovery import StepMessages
+from megatron.zero_bubble.pipeline.failures import RecordingStore
 from megatron.zero_bubble.pipeline.gradients import connect_ties
 from megatron.zero_bubble.pipeline.held_layers import LayerBuilder
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
@@ -27,7 +28,6 @@ from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class RankSteps:
@@ -52,14 +52,17 @@ class RankSteps:
     ) -> None:
         self._rank, self._schedule, self._agreement = interconnect.rank, layout.schedule, agreement
         placement, device = self._schedule.placement, interconnect.device
-        self._stores = WeightGradStore(placement.num_chunks), RecomputationStore()
+        self._stores = RecordingStore(placement.num_chunks), RecomputationStore()
         self._offload = OffloadStore(copy_lane(device)) if self._schedule.offloads else None
         builder = LayerBuilder(layers, device, *self._stores, options)
         self.held = agreement.together(lambda: builder.hold(layout, self._rank))
         self.stage = LayerStage(self.held.chunks, placement, self._rank, loss_fn, device)
+        self._stores[0].recording = self.stage.recording
         self.tied = connect_ties(layers, layout, self.held, interconnect)
         shapes_vary = options.variable_shapes
-        self.messages = StepMessages(self.stage, placement, interconnect, agreement, shapes_vary=shapes_vary)
+        self.messages = StepMessages(
+            self.stage, placement, interconnect, agreement, self.held.tied, shapes_vary=shapes_vary
+        )
         self._orders = StepOrders(self._schedule, self._rank, agreement, device)
         self._plans_order = options.microbatch_order == "planned" and self._offload is None
 
@@ -67,7 +70,7 @@ class RankSteps:
         """Run the forwards and backwards of a step; every rank returns the mean loss of the step's microbatches.
 
         Raises:
-            ValueError: on all ranks, if the step's data are invalid or the forward of a layer fails.
+            ValueError: on all ranks, if the step's data are invalid, or the forward or backward of a layer fails.
         """
         autocast = Autocast.current(self.stage.device.type)
         with autocast.only_in_forwards(), torch.enable_grad():
@@ -109,7 +112,7 @@ class RankSteps:
         return Executor(schedule, self._rank, communicator, *self._stores, offload_store=self._offload)
 
     def _finish(self) -> torch.Tensor:
-        """Return the loss of the step, or raise the error of the first failed forward; a collective call."""
+        """Return the loss of the step, or raise the error of the first failed microbatch; a collective call."""
         failures, cause, loss = self.stage.failures, self.stage.cause, self.stage.end()
         outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, min(failures, default=None)))
         failed = [failure for _, failure in outcomes if failure is not None]

@@ -1,0 +1,43 @@
+"""Pipelines with the same connections between ranks do not close each other's channels."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble.pipeline.interconnect import connect_ranks
+from tests.ranks import run_on_ranks
+from tests.trainings import process_group
+
+BATCH = torch.ones(8, 4), torch.zeros(8, 4)
+
+
+def share(rank: int, num_ranks: int, port: int) -> None:
+    """Train three pipelines over one `Interconnect`; an error fails the test."""
+    with process_group(rank, num_ranks, dist.TCPStore("localhost", port)):
+        interconnect = connect_ranks()
+
+        def make() -> Pipeline:
+            layers = [nn.Linear(4, 4) for _ in range(2)]
+            return Pipeline(layers, mse_loss, schedule="zb-h1", num_microbatches=4, interconnect=interconnect)
+
+        closed, freed = make(), make()
+        closed.train_batch(BATCH)
+        freed.train_batch(BATCH)
+        closed.close()
+        freed.train_batch(BATCH)
+        last = make()
+        del freed
+        gc.collect()
+        last.train_batch(BATCH)
+        last.close()
+
+
+def test_a_pipeline_closes_only_its_own_connections():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert run_on_ranks(2, share, (store.port,), timeout=60) == 0
