@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from itertools import groupby
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
+from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
+from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation
 from megatron.zero_bubble.mcore.refusals import flag_of_setting

@@ -27,7 +27,8 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
+from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
+from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 from megatron.zero_bubble.launcher.hooks import Needed
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
+from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
+from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 from megatron.zero_bubble.launcher.launch import SUPPORTED
 from megatron.zero_bubble.mcore.refused_settings import REFUSALS
 from tests.launch import ROOT

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
 from megatron.zero_bubble.launcher.script_choice import refuse_restarts, validate_arguments
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
-from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -236,7 +235,7 @@ class ScriptHooks:
         if script is None:
             return call.proceed()
         self._run = run = Run(script, self.flags, self._data_provider)
-        self._changes.enter_context(_script_writes_in_threads(script))
+        self._changes.enter_context(writes_in_threads(script))
         return run.begin(call)
 
     def _defer_weight_gradients(self, call: Call) -> None:
@@ -281,48 +280,3 @@ def _script_arguments() -> Namespace | None:
         return get_args()
     except AssertionError:  # Megatron-LM's arguments do not exist yet.
         return None
-
-
-def _script_writes_in_threads(script: Namespace) -> AbstractContextManager[None]:
-    return written_in_threads(keep_results=not getattr(script, "async_save", False))
-
-
-def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
-    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`.
-
-    Args:
-        changes: stack to which a hook adds its changes; closing the stack undoes the changes.
-    """
-
-    from megatron.core import datasets
-
-    def allow_no_cuda(call: Call) -> Any:
-        from megatron.training.global_vars import get_args
-
-        call["allow_no_cuda"] = True
-        result = call.proceed()
-        # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
-        changes.enter_context(_script_writes_in_threads(get_args()))
-        return result
-
-    yield Hook(
-        "megatron.training.initialize:initialize_megatron(allow_no_cuda)",
-        "allows Megatron-LM to start without CUDA, and keeps its checkpoint writers in the process",
-        allow_no_cuda,
-    )
-    yield Hook(
-        "megatron.training.utils:get_device_arch_version()",
-        "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
-        lambda call: 10,
-    )
-    yield Hook(
-        "megatron.core.datasets.utils:compile_helpers()",
-        "does nothing without a Makefile: megatron-core's wheels contain the compiled helper and no Makefile",
-        lambda call: call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None,
-    )
-    yield Hook(
-        "megatron.legacy.fused_kernels:load()",
-        "does nothing; the original function needs nvcc, the compiler of CUDA",
-        lambda call: None,
-        until="0.16",
-    )

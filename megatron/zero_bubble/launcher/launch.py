@@ -56,7 +56,8 @@ class Launch:
         if has_trainer:
             importlib.import_module("megatron.training.training")
         # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
-        from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
+        from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
+        from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 
         runs_on_cpu = cpu is not None and not torch.cuda.is_available()
         hooks: list[Hook] = [*cpu_hooks(resources.enter_context(ExitStack()))] if runs_on_cpu else []

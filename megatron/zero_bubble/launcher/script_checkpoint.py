@@ -7,10 +7,12 @@ import copy
 import io
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.runtime.joint import jointly
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
@@ -144,3 +146,8 @@ def _words(stages: tuple[str | int, ...]) -> str:
     kind, num_chunks, *layers = stages
     words = f"{num_chunks} chunk{'' if num_chunks == 1 else 's'} a rank{', in a V' if kind == 'v' else ''}"
     return f"{words}, layers {' '.join(map(str, layers))}" if layers else words
+
+
+def writes_in_threads(script: Namespace) -> AbstractContextManager[None]:
+    """Let megatron-core write a script's checkpoints in threads instead of in processes; see `written_in_threads`."""
+    return written_in_threads(keep_results=not getattr(script, "async_save", False))
