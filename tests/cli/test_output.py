@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli import benchmark_command, estimate_command, plan_command
 from megatron.zero_bubble.cli.output import percent
+from tests.mistakes import one_line_mistake
 
 TOOL = [sys.executable, "-m", "megatron.zero_bubble.cli", "schedule"]
 CURVE = ["memory-curve", "--pipeline-size", "2", "--num-microbatches", "2"]
@@ -43,6 +45,16 @@ def test_a_full_disk_costs_one_line(full):
         line = "zero-bubble schedule list: error: cannot write to the standard output: No space left on device\n"
         assert run("list", stdout=out) == (2, line)
     assert full.is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("command", "required"),
+    [(benchmark_command, []), (estimate_command, ["--world-size", "8"]), (plan_command, [])],
+    ids=["benchmark", "estimate", "plan"],
+)
+def test_an_output_in_no_folder_is_refused_before_anything_is_computed(command, required, tmp_path, capsys):
+    line = one_line_mistake(command.main, [*required, "--output", str(tmp_path / "none" / "file")], capsys)
+    assert line.endswith(f"error: argument --output: {tmp_path / 'none'} is not a folder\n")
 
 
 def test_a_reader_that_has_seen_enough_costs_no_line():

@@ -20,6 +20,7 @@ from megatron.zero_bubble.cli.playground.site_files import PYODIDE, RUNTIME, STA
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import StageCosts, simulate
+from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
 from megatron.zero_bubble.schedule.ir import Placement
@@ -60,6 +61,10 @@ def test_the_page_has_the_figures_of_the_command_line(capsys, flags):
     assert {name: found[name] for name in expected} == expected
     for word, field in (("warmup", "warmup"), ("waiting for B", "waiting_for_backward"), ("tail", "tail")):
         assert picture["causes"][word] == [bubble[field] for bubble in expected["bubble"]]
+
+
+def test_every_cause_of_idle_time_has_a_colour():
+    assert list(facts()["causes"]) == [word for _, word in BUBBLE_WORDS]
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if not ENTRIES[name].is_slow])

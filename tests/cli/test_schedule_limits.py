@@ -85,8 +85,18 @@ BAD = {
     "validate --input {tmp}/future.json --pipeline-size 4": "--pipeline-size: not allowed with --input",
     "draw --schedule zb-h1 {size}": "argument --output is required",
     "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
-    "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "cannot write {tmp}/none/new.svg: No such file",
-    "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
+    "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "argument --output: {tmp}/none is not a folder",
+    "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "{tmp}/folder.svg is a folder; name a file",
+    "simulate --schedule zb-h1 {size} --output {tmp}/none/new": "argument --output: {tmp}/none is not a folder",
+    "memory-curve {size} --output {tmp}/folder.svg": "{tmp}/folder.svg is a folder; name a file",
+    "generate --schedule zb-h1 {size} --lower": "--lower: format grid has no sends and receives: use json or pytorch",
+    "generate --schedule zb-h1 {size} --lower --output {tmp}/new.csv": "--lower: format csv has no sends and receives",
+    "generate --input {tmp}/right.json --time-f 1,2,3": "--time-f: expected 1 number or 2, got 3",
+    "validate --input {tmp}/right.json --time-f 1,2,3": "--time-f: expected 1 number or 2, got 3",
+    "validate --input {tmp}/right.json --costs {tmp}/none.json": "--costs {tmp}/none.json: cannot be read: No such",
+    "simulate --input {tmp}/right.json --vocabulary-parallel 5": "--vocabulary-parallel: has vocabulary shards, but ",
+    "simulate --input {tmp}/right.json --lengths 1,2,3": "--lengths: expected 2 numbers, one for each microbatch,",
+    "draw --schedule zb-h1 {size} --lengths 1,2 --output {tmp}/new.svg": "--lengths: expected 8 numbers, one for each",
     "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
     "simulate --schedule zb-h1 {size} --hardware-queues 2": "--hardware-queues: invalid choice: '2' (choose from",
@@ -115,6 +125,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     (tmp_path / "four.json").write_text(costs_to_json(StageCosts.uniform(4)))
     future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
     (tmp_path / "future.json").write_text(future)
+    (tmp_path / "right.json").write_text(schedule_to_json(generate("1f1b", 2, 2)))
     (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")
     (tmp_path / "folder.svg").mkdir()
     before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()}

@@ -38,6 +38,10 @@ def test_costs_are_read_from_a_profile_and_from_costs_alone():
     assert costs_from_text(costs_to_json(COSTS)) == COSTS
 
 
+def test_the_order_of_the_keys_does_not_matter():
+    assert costs_from_text(json.dumps(json.loads(profile_to_json(PROFILE)), sort_keys=True)) == COSTS
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

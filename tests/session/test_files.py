@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.session.files import write_file
+from megatron.zero_bubble.session.files import why_unwritable, write_file
 
 FULL = os.makedev(1, 7)
 """The device of /dev/full."""
@@ -122,3 +122,20 @@ def test_an_open_file_of_this_process_is_continued(tmp_path):
         subprocess.run([sys.executable, "-c", code, *files], stdout=out, check=True, cwd=root)
         out.write("c")
     assert path.read_text() == "abbbc"
+
+
+def test_an_output_is_checked_before_long_work(tmp_path, monkeypatch):
+    file, folder, locked = tmp_path / "file", tmp_path / "folder", tmp_path / "locked"
+    file.touch()
+    folder.mkdir()
+    locked.mkdir()
+    (tmp_path / "link").symlink_to(locked / "file")
+    os.mkfifo(locked / "fifo")
+    access = os.access
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked and access(path, mode))
+    assert [why_unwritable(path) for path in (file, folder / "new", locked / "fifo", Path("/dev/fd/1"))] == [None] * 4
+    assert why_unwritable(folder) == f"{folder} is a folder; name a file"
+    assert why_unwritable(file / "new") == f"{file} is not a folder"
+    for path in (locked / "new", tmp_path / "link"):
+        assert why_unwritable(path) == f"no permission to write to {locked}"

@@ -15,6 +15,7 @@ from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.files import why_unwritable
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name
 
@@ -32,11 +33,21 @@ class CommandFlags:
         """Raise `ValueError` with a message of one line if the flags contradict each other."""
 
 
+def check_output(path: Path | None, name: str = "--output") -> None:
+    """Raise `ValueError`, before the command computes anything, if the file of the flag `name` cannot be written."""
+    if path is not None and (problem := why_unwritable(path)) is not None:
+        raise ValueError(f"argument {name}: {problem}")
+
+
 @dataclass(frozen=True)
 class FileFlags(CommandFlags):
     """output"""
 
     output: Path | None = flag("write to FILE instead of printing")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_output(self.output)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from megatron.zero_bubble.cli.check.matrix import names
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION, SIZES
 from megatron.zero_bubble.cli.invocation import at_least, positive
-from megatron.zero_bubble.cli.shared_flags import CommandFlags
+from megatron.zero_bubble.cli.shared_flags import CommandFlags, check_output
 from megatron.zero_bubble.session.flag_parser import flag
 
 PARTS = ("stages", "ranks")
@@ -58,11 +57,4 @@ class CheckFlags(CommandFlags):
             raise ValueError(
                 "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="
             )
-        # The output is checked before the long measurements begin.
-        folder = self.output.parent
-        if not folder.is_dir():
-            raise ValueError(f"argument --output: {folder} is not a folder")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"argument --output: no permission to write to {folder}")
-        if self.output.is_dir():
-            raise ValueError(f"argument --output: {self.output} is a folder; name a file")
+        check_output(self.output)

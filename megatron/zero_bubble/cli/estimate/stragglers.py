@@ -24,11 +24,12 @@ from random import Random
 from megatron.zero_bubble.cli.estimate.replica_lanes import ReplicaStep, to_replica_lanes
 from megatron.zero_bubble.cli.invocation import at_least, one_number, read_flags
 from megatron.zero_bubble.cli.output import deliver, table
-from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
+from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags, check_output
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
 from megatron.zero_bubble.session.flag_parser import flag
 
 _STEPS, _DRAWN_STEPS = 8192, 4
+_MOST_REPLICAS = 256
 Times = Sequence[Sequence[float]]
 """Computation times of all replicas in each step; the time of a replica that does not straggle is 1."""
 
@@ -45,8 +46,8 @@ def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[Re
     for number, durations in enumerate(times, 1):
         ends = [start + duration for start, duration in zip(starts, durations, strict=True)]
         size = len(ends) if hierarchy is None else hierarchy.group_size_after(number) or 1
-        firsts = (replica - replica % size for replica in range(len(ends)))
-        resumed = [max(ends[first : first + size]) for first in firsts]
+        last_ends = [max(ends[first : first + size]) for first in range(0, len(ends), size)]
+        resumed = [last_ends[replica // size] for replica in range(len(ends))]
         slow = [duration > min(durations) for duration in durations]
         sizes = [size] * len(ends)
         steps.append(list(map(ReplicaStep, starts, ends, resumed, sizes, slow)))
@@ -70,7 +71,7 @@ def _hierarchy(text: str) -> Hierarchy:
 class ReplicasFlags(CommandFlags):
     """replicas and stragglers"""
 
-    num_replicas: int = flag("data-parallel replicas", 8, parse=at_least(2), metavar="R")
+    num_replicas: int = flag("data-parallel replicas", 8, parse=at_least(2, _MOST_REPLICAS), metavar="R")
     straggler: str = flag(
         "random: another replica in each step; fixed: always replica 0", "random", choices=("random", "fixed")
     )
@@ -119,6 +120,10 @@ class StragglerFlags(ReplicasFlags, TableFlags):
     """output"""
 
     timeline: Path | None = flag("draw the first steps of synchronous and hierarchical SGD", metavar="FILE.svg")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_output(self.timeline, "--timeline")
 
 
 def estimate_stragglers(argv: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from megatron.zero_bubble.schedule.formats.json_format import COSTS_FORMAT, format_of
 
 Words = Sequence[str]
 """Flags of `zero-bubble schedule simulate`."""
@@ -102,7 +103,7 @@ def opened(file: str) -> dict[str, Any]:
         ranks, chunks = (placement := profile_from_json(text).placement).num_ranks, placement.num_chunks
         kind = placement.kind if chunks > 1 else None
         return {"costs": file, "pipeline-size": ranks, "num-chunks": chunks, "placement": kind}
-    if '"megatron-zero-bubble costs"' in text[:200]:
+    if format_of(text) == COSTS_FORMAT:
         return {"costs": file, "pipeline-size": costs_from_text(text).num_stages}
     schedule = schedule_from_text(text, name=Path(file).stem)
     return {"input": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}

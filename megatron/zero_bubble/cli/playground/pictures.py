@@ -29,6 +29,7 @@ _CAUSES = {
     "waiting for F": KINDS[OpKind.F].colour,
     "waiting for B": KINDS[OpKind.B].colour,
     "waiting for validation": KINDS[OpKind.VALIDATE].colour,
+    "waiting for copies": KINDS[OpKind.H].colour,
     "communication": KINDS[OpKind.BW].colour,
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",

@@ -15,6 +15,7 @@ from megatron.zero_bubble.cli.shared_flags import (
     ResultFlags,
     ScheduleFlags,
     TableFlags,
+    check_output,
 )
 from megatron.zero_bubble.planner import names
 from megatron.zero_bubble.schedule import HardwareQueues
@@ -117,6 +118,10 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
                 f"argument --output: the suffix of {self.output} stands for no format: use .json, .csv or .txt, or "
                 "give --format"
             )
+        if self.lower and self.chosen_format not in ("json", "pytorch"):
+            raise ValueError(
+                f"argument --lower: format {self.chosen_format} has no sends and receives: use json or pytorch"
+            )
 
     @property
     def chosen_format(self) -> str:
@@ -151,6 +156,7 @@ class DrawFlags(SimulationFlags):
         super().__post_init__()
         if self.output is None:
             raise ValueError("argument --output is required: a file .svg, .html, or .json for Perfetto")
+        check_output(self.output)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_from_text
+from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name
@@ -71,9 +72,16 @@ def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
 
 def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures:
     """Simulate the schedule that --schedule or --input names; `options` are further fields of the `PlanRequest`."""
+    schedule, seconds = source(flags, **options)
+    if flags.lengths and len(flags.lengths) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"argument --lengths: expected {schedule.num_microbatches} numbers, one for each microbatch, got "
+            f"{len(flags.lengths)}"
+        )
     return simulated_figures(
         flags,
-        *source(flags, **options),
+        schedule,
+        seconds,
         post_validation=flags.post_validation,
         steps=flags.steps,
         queues=flags.queues,
@@ -86,10 +94,19 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
 
     Args:
         options: further fields of the `PlanRequest` for the schedule of --schedule; unused with --input.
+
+    Raises:
+        ScheduleError: there is no such schedule, or the costs do not fit it, even if the command needs no costs.
     """
     if flags.input is not None:
         with reading("--input", flags.input):
-            return schedule_from_text(read_file(flags.input), name=flags.input.stem), 0.0
+            schedule = schedule_from_text(read_file(flags.input), name=flags.input.stem)
+        if stage_costs(flags, schedule.placement).has_vocabulary and schedule.kinds.isdisjoint(VOCABULARY):
+            given = "--vocabulary-parallel" if flags.costs is None else f"--costs {flags.costs}"
+            raise ScheduleError(
+                f"argument {given}: has vocabulary shards, but {flags.input} is a schedule without them"
+            )
+        return schedule, 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
     return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, **options)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 
 VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
-_COSTS = "megatron-zero-bubble costs"
+COSTS_FORMAT = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
 """Largest number of digits of an integer; an integer with at most 60 digits fits in a float."""
 
@@ -81,7 +81,7 @@ def costs_to_json(costs: StageCosts) -> str:
     numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
     numbers = {name: values for name, values in numbers.items() if any(values) or name not in OPTIONAL}
     lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]
-    head = [f' "format": {json.dumps(_COSTS)}', f' "version": {VERSION}']
+    head = [f' "format": {json.dumps(COSTS_FORMAT)}', f' "version": {VERSION}']
     return "{\n" + ",\n".join(head + lines) + "\n}\n"
 
 
@@ -92,7 +92,7 @@ def costs_from_json(text: str) -> StageCosts:
         ScheduleError: the text is not in the format of `costs_to_json`.
     """
     keys = {field.name for field in fields(StageCosts)}
-    document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
+    document = _document(text, COSTS_FORMAT, keys.difference(OPTIONAL), frozenset(OPTIONAL))
     keys &= set(document)
     for key in sorted(keys):
         values = document[key]
@@ -129,6 +129,15 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")
     return document
+
+
+def format_of(text: str) -> object:
+    """Return the value of `format` in a JSON object; None if `text` is no such object."""
+    try:
+        document = json.loads(text, parse_int=short_integer)
+    except (ValueError, RecursionError):
+        return None
+    return document.get("format") if isinstance(document, dict) else None
 
 
 def short_integer(digits: str) -> int:

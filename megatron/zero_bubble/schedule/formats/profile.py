@@ -10,7 +10,13 @@ from typing import Any
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.formats.json_format import VERSION, costs_from_json, costs_to_json, parsed
+from megatron.zero_bubble.schedule.formats.json_format import (
+    VERSION,
+    costs_from_json,
+    costs_to_json,
+    format_of,
+    parsed,
+)
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -87,8 +93,8 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether the first 200 characters of `text` contain the name of the profile format."""
-    return _FORMAT in text[:200]
+    """Whether `text` is a JSON object that names the profile format."""
+    return format_of(text) == _FORMAT
 
 
 def profile_from_json(text: str) -> Profile:
