@@ -25,9 +25,10 @@ def run_backward(
     """
     if not edges:
         return (None,) * len(inputs)
-    return torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
-    )
+    with owning_gradients(inputs if accumulates else ()):
+        return torch.autograd.Variable._execution_engine.run_backward(
+            tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
+        )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.nn.modules import activation
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from megatron.zero_bubble.pipeline.graph_backward import owning_gradients, run_backward
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
@@ -47,8 +47,7 @@ _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
 _OUTSIDE_IN_PROJECTION = _KEY_VALUE_BIASES | {"out_proj.weight", "out_proj.bias"}
 
 _ATTENTION_PARAMETERS = _OUTSIDE_IN_PROJECTION | {
-    "in_proj_bias",
-    *(f"{of}_proj_weight" for of in ("in", "q", "k", "v")),
+    *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
 
 
@@ -274,8 +273,7 @@ def _run_weight_backward(calls: list[tuple[GradientEdge, torch.Tensor]], paramet
     """Compute a layer's weight gradients; `calls` has a pair (graph edge, output gradient) for each forward call."""
     edges, grads = zip(*calls, strict=True)
     calls.clear()
-    with owning_gradients(parameters):
-        run_backward(edges, grads, parameters, accumulates=True)
+    run_backward(edges, grads, parameters, accumulates=True)
 
 
 class _SplitCall(torch.autograd.Function):
