@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.zero_bubble.trainer import optimization
 from megatron.zero_bubble.trainer.optimization import build_optimizer, wrap_in_ddp
 from tests.checked_flags import checked
 
@@ -22,15 +23,20 @@ CONFIG: Any = SimpleNamespace(params_dtype=torch.bfloat16, fp8=None, timers=None
             {"--main-params-dtype": "fp16"},
             "main_params_dtype can only be fp32 when not using precision-aware optimizer",
         ),
-        (
-            {"--use-precision-aware-optimizer": None},
-            "--use-precision-aware-optimizer only supported with distributed optimizer",
-        ),
     ],
 )
 def test_an_optimizer_that_megatron_core_refuses(flags: dict[str, str | None], reason: str) -> None:
     with pytest.raises(ValueError, match=rf"^megatron-core refuses this optimizer: {reason}$"):
         build_optimizer(checked({"--bf16": None, **flags}), [], CONFIG)
+
+
+def test_an_optimizer_of_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    aware = {"--bf16": None, "--use-precision-aware-optimizer": None}
+    with pytest.raises(ValueError, match=r"^--use-precision-aware-optimizer needs --use-distributed-optimizer$"):
+        checked(aware)
+    monkeypatch.setattr(optimization, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--use-precision-aware-optimizer needs the package transformer_engine: "):
+        build_optimizer(checked({**aware, "--use-distributed-optimizer": None}), [], CONFIG)
 
 
 def test_data_parallelism_that_megatron_core_refuses() -> None:

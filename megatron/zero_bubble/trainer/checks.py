@@ -135,6 +135,7 @@ _NEEDS: Mapping[tuple[str, str, Any], str] = {
     ("num_distributed_optimizer_instances", "use_distributed_optimizer", True): (
         "each instance shards the optimizer's state"
     ),
+    ("use_precision_aware_optimizer", "use_distributed_optimizer", True): "",
     ("use_distributed_optimizer", "optimizer", "adam"): "megatron-core does not shard {optimizer}",
     ("grad_reduce_in_bf16", "bf16", True): "gradients of other models are reduced in the model's own precision",
     ("torch_fsdp2_no_reshard_after_forward", "use_torch_fsdp2", True): "",

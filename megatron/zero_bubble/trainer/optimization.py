@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
     Raises:
         ValueError: megatron-core refuses a flag of the optimizer.
     """
+    if args.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
+        raise ValueError("--use-precision-aware-optimizer needs the package transformer_engine: leave the flag out")
     values = config_values(args, OptimizerConfig)
     values.update(
         params_dtype=config.params_dtype, fp8_recipe=config.fp8_recipe if config.fp8 else None, timers=config.timers
