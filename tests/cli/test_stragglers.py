@@ -99,7 +99,7 @@ def test_json_has_the_mean_step_of_each_method(capsys):
         (["--slowdown", "0.5"], "argument --slowdown: must not be below 1, got 0.5"),
         (["--probability", "1.5"], "argument --probability: must not be above 1, got 1.5"),
         (["--num-replicas", "1"], "argument --num-replicas: must be at least 2, got 1"),
-        (["--num-replicas", "257"], "argument --num-replicas: must be at most 256, got 257"),
+        (["--num-replicas", "4097"], "argument --num-replicas: must be at most 4096, got 4097"),
         (["--timeline", "/none/steps.svg"], "argument --timeline: /none is not a folder"),
     ],
 )

@@ -67,5 +67,5 @@ def test_a_class_that_other_ranks_cannot_import_is_refused():
     assert [type(error) for error in errors] == [ValueError] * 2
     for error in errors:
         assert str(error).startswith("rank 0 cannot describe its part to the other ranks: ")
-        assert str(error).endswith(": define classes of messages at the top of a module")
+        assert str(error).endswith(": a class must be defined at the top of a module")
         assert "local" in str(error)

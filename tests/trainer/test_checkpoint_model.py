@@ -80,7 +80,7 @@ ROUTED = {"--pipeline-model-parallel-size": "1", "--num-experts": "4", "--disabl
         (LATENT, "--rotary-scaling-factor", "40", "1.0"),
         (LATENT, "--mscale", "0.5", "1.0"),
         (LATENT, "--mscale-all-dim", "1", "0.0"),
-        (LATENT, "--rope-type", "rope", "None"),
+        (LATENT, "--rope-type", "rope", "yarn"),
         (ROUTED, "--moe-router-topk", "1", "2"),
         (ROUTED, "--moe-router-score-function", "sigmoid", "softmax"),
         (ROUTED, "--moe-router-topk-scaling-factor", "2.5", "None"),
@@ -89,17 +89,15 @@ ROUTED = {"--pipeline-model-parallel-size": "1", "--num-experts": "4", "--disabl
     ],
 )
 def test_a_part_of_a_model_that_computes_otherwise_is_only_for_finetuning(part, flag, value, was):
-    known = checked({**PLAIN, **part})
-    other = replace(
-        known,
-        **{
-            flag.lstrip("-").replace("-", "_"): checked({**PLAIN, **part, flag: value}).__dict__[
-                flag[2:].replace("-", "_")
-            ]
-        },
-    )
+    known, name = checked({**PLAIN, **part}), flag.removeprefix("--").replace("-", "_")
+    other = replace(known, **{name: getattr(checked({**PLAIN, **part, flag: value}), name)})
     assert refusal(check_model_shape, other, saved_by_us(known)).endswith(f"in --load folder was saved with {was}")
     check_model_shape(replace(other, finetune=True), saved_by_us(known))
+
+
+def test_a_flag_may_give_the_default_of_megatron_core():
+    for given, saved in ({}, {"--rope-type": "yarn"}), ({"--rope-type": "yarn"}, {}):
+        check_model_shape(checked({**PLAIN, **LATENT, **given}), saved_by_us(checked({**PLAIN, **LATENT, **saved})))
 
 
 def test_flags_of_parts_that_the_model_lacks_may_differ():

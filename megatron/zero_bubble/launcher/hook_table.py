@@ -24,12 +24,12 @@ _MODELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", "", {"until": "0.17"}),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", {"since": "0.18"}),
 )
-"""Model classes, each with further parameters of its constructor and the megatron-core versions that have the class."""
+"""Model classes, each with further parameters of its constructor, and the first or last version that has the class."""
 _PATTERNS: tuple[tuple[str, dict[str, str]], ...] = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", {"since": "0.17", "until": "0.17"}),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", {"since": "0.18"}),
 )
-"""Modules that cut a hybrid model's layer pattern into stages, each with the megatron-core versions that have it."""
+"""Modules that cut a hybrid model's layer pattern into stages, each with the first or last version that has it."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
 """Optimizer classes that compute the position of each parameter in DDP's buffers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -253,14 +254,16 @@ class ForwardBackward:
                 stage.finish()
             self.observer.stop()
         except BaseException:
-            self._last_executor = None
             self._has_lost_messages = self.plan.placement.num_ranks > 1
             self.observer.drop()
-            stage.leave()
+            with suppress(Exception):  # the error of the step is the one to report
+                stage.leave()
+            self._last_executor = None
             raise
         finally:
             self._is_in_step = False
-            if config.timers is not None:
+            # A timer waits for the device, where messages of a failed step may never arrive.
+            if config.timers is not None and not self._has_lost_messages:
                 config.timers("forward-backward").stop()
 
     def settle(self) -> None:

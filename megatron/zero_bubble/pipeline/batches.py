@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,20 +82,23 @@ def _inputs_and_targets(value: Any, problem: str) -> tuple[Any, Any]:
 
 
 def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
-    """Refuse lists of numbers with one number for each sample, and arrays of other libraries than torch.
+    """Refuse lists and arrays of other libraries than torch that have an element for each sample.
 
-    Every microbatch would get all of them, because only tensors are split.
+    Every microbatch would get all elements, because only tensors are split.
     """
 
     def is_column(node: Any) -> bool:
         return isinstance(node, list) and len(node) in num_samples and all(isinstance(each, Constant) for each in node)
 
     for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
-        if isinstance(leaf, Sized) and not isinstance(leaf, torch.Tensor | str | bytes):
-            raise ValueError(
-                f"a batch contains a {type(leaf).__name__} of {len(leaf)}, which is not split: give a tensor, or an "
-                "iterator of microbatches"
-            )
+        if not isinstance(leaf, Sized) or isinstance(leaf, torch.Tensor | str | bytes):
+            continue
+        with suppress(TypeError):  # an array without dimensions has no length
+            if len(leaf) in num_samples:
+                raise ValueError(
+                    f"a batch contains a {type(leaf).__name__} of {len(leaf)}, which is not split: give a tensor, or "
+                    "an iterator of microbatches"
+                )
 
 
 def _split_tensors(value: Any, count: int) -> list[Any]:

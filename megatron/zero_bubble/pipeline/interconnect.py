@@ -154,8 +154,8 @@ class Agreement:
         for rank, value in enumerate(values):
             if isinstance(value, _Unsendable):
                 raise ValueError(
-                    f"rank {rank} cannot describe its part to the other ranks: {value.problem}: define classes of "
-                    "messages at the top of a module"
+                    f"rank {rank} cannot describe its part to the other ranks: {value.problem}: a class must be "
+                    "defined at the top of a module"
                 )
         return values
 

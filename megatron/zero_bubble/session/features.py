@@ -127,7 +127,7 @@ def check_pairs(flags: JobFlags) -> None:
             f"{_PAIRS} runs the parts of a layer one by one, without the layer's own forward, which --use-torch-fsdp2 "
             "needs: leave one of them out"
         )
-    if flags.zero_bubble_replan_threshold > 0:
+    if flags.pairs and flags.zero_bubble_replan_threshold > 0:
         raise ValueError(
             f"{_PAIRS} runs a forward and a backward as one operation, whose times --zero-bubble-replan-threshold "
             f"{flags.zero_bubble_replan_threshold} cannot compare: leave one of them out"

@@ -45,13 +45,16 @@ def write_file(path: str | Path, text: str) -> None:
 
 def why_unwritable(path: Path) -> str | None:
     """Return why `write_file` cannot write `path`; None if nothing speaks against it, so that long work may begin."""
-    if path.is_dir():
-        return f"{path} is a folder; name a file"
-    if (path.exists() and not path.is_file()) or _own_descriptor(str(path)) is not None:
-        return None  # written in place
-    folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
+    try:
+        if path.is_dir():
+            return f"{path} is a folder; name a file"
+        if (path.exists() and not path.is_file()) or _own_descriptor(str(path)) is not None:
+            return None  # written in place
+        folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+        if not folder.is_dir():
+            return f"{folder} is not a folder"
+    except OSError as error:  # a folder that may not be searched, or a name that is too long
+        return f"{path}: {error.strerror}"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write to {folder}"
 
 

@@ -35,6 +35,8 @@ _COMPUTATION_WITH = {
     ),
 }
 """Flag -> further flags of the model's computation, which have an effect only with this flag."""
+_DEFAULTS = {"rope_type": "yarn"}
+"""Flag of the model's computation -> value in megatron-core's configuration if the flag is not given."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Optimizer -> flags whose values are part of the optimizer's state; loading the state would replace the values."""
 _DATA_ORDER = ("seed", "split", "seq_length", "data_path")
@@ -71,8 +73,10 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     if not args.finetune:
         of_parts = [names for part, names in _COMPUTATION_WITH.items() if getattr(args, part)]
         for name in itertools.chain(_MODEL_COMPUTATION, *of_parts):
-            ours = getattr(args, name, None)  # a version of megatron-core may lack the flag
-            theirs = getattr(saved, name, ours)
+            if not (hasattr(args, name) and hasattr(saved, name)):
+                continue  # another version of megatron-core may lack the flag
+            given = (getattr(args, name), getattr(saved, name))
+            ours, theirs = (_DEFAULTS.get(name) if value is None else value for value in given)
             if ours != theirs:
                 different[name] = ours, theirs
     for name, (ours, theirs) in different.items():

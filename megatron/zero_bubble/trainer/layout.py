@@ -72,8 +72,8 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     if args.load and not args.finetune:
         folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
         with loading(folder):
-            _, common = on_rank(0, lambda: read_checked(folder, ("args",)))
-        saved = saved_choice(common["args"], session.job.flags)
+            saved_args = on_rank(0, lambda: read_checked(folder, ("args",))[1]["args"])
+        saved = saved_choice(saved_args, session.job.flags)
     if saved is not None:
         layout = session.restore_layout(saved, str(args.load))
     else:

@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
@@ -248,10 +249,9 @@ class Trainer:
         for chunk in self._model:
             chunk.eval()
         num_microbatches = get_num_microbatches()
-        config = get_model_config(self._model[0])
-        timers, config.timers = config.timers, None  # the timers are about training
         reports, reason = [], None
-        with torch.no_grad():
+        # The timers are about training.
+        with replaced(get_model_config(self._model[0]), "timers", None), torch.no_grad():
             for _ in range(args.eval_iters):
                 reason = self._exit_reasons.reason_in_evaluation()
                 if reason:
@@ -259,7 +259,6 @@ class Trainer:
                 reports += self._forward_backward(
                     data_iterator=self._data.valid, num_microbatches=num_microbatches, forward_only=True
                 )
-        config.timers = timers
         # Also after an early stop, so that a resumed job evaluates on the same samples as an uninterrupted job.
         self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:

@@ -29,7 +29,7 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
 from megatron.zero_bubble.session.flag_parser import flag
 
 _STEPS, _DRAWN_STEPS = 8192, 4
-_MOST_REPLICAS = 256
+_MOST_REPLICAS = 4096
 Times = Sequence[Sequence[float]]
 """Computation times of all replicas in each step; the time of a replica that does not straggle is 1."""
 
