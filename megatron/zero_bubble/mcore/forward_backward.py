@@ -150,12 +150,9 @@ class MegatronStage:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
-        """Raise `ForwardStepError` if a stage's output is not one tensor of the next stage's type and shape."""
+        """Raise `ForwardStepError` if a stage's output is not one tensor of the shape that the next stage expects."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
-        expected = self._config.pipeline_dtype
-        if expected is not None and output.dtype != expected:  # without a type, all stages are on one rank
-            raise ForwardStepError(f"stage {stage} sends {output.dtype}, but config.pipeline_dtype is {expected}")
         if not self.shapes_vary and tuple(output.shape) != self.call.output_shape:
             raise ForwardStepError(
                 f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have "

@@ -137,11 +137,13 @@ class Replanner:
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
         """Keep the operations of a step that is measured for a profile or for a comparison with the plan."""
-        if any(measured.op.kind in PAIRED for measured in ops):
-            return  # no profile and no comparison takes times of pairs
-        if self._is_checked(step):
+        if self.measures_memory(step):
+            self._measured.add(ops)
+        elif any(measured.op.kind in PAIRED for measured in ops):
+            return  # pairs are not compared with the plan
+        elif self._is_checked(step):
             self._checked.append(ops)
-        elif self.measures_memory(step) or (self._profile is not None and self._options.threshold > 0):
+        elif self._profile is not None and self._options.threshold > 0:
             self._measured.add(ops)
 
     def _is_checked(self, step: int) -> bool:
