@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.channel_memory import ChannelMemory, open_channels
 from megatron.zero_bubble.schedule import Placement
@@ -34,17 +32,10 @@ class Device:
         return "opened"
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(("device", "reports"), [("cuda", [ChannelMemory(2, 300)]), ("cpu", [])])
-def test_the_memory_of_the_channels_is_reported_on_a_gpu(group, monkeypatch, device, reports):
+def test_the_memory_of_the_channels_is_reported_on_a_gpu(one_rank, monkeypatch, device, reports):
     found: list[ChannelMemory] = []
     fake: Any = Device(monkeypatch).communicator
     placement = Placement("linear", 2)
-    opened = open_channels(fake, group, placement, torch.device(device), timedelta(seconds=1), found.append)
+    opened = open_channels(fake, one_rank, placement, torch.device(device), timedelta(seconds=1), found.append)
     assert (opened, found) == ("opened", reports)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import pytest
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.recorder import HostClock
@@ -34,15 +33,8 @@ class CountingClock(HostClock):
         return self._now
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD  # type: ignore[misc]
-    dist.destroy_process_group()
-
-
-def test_an_iteration_that_has_not_ended_counts_next_time(group: dist.ProcessGroup) -> None:
-    waits = ReplicaWaits(group, CountingClock())
+def test_an_iteration_that_has_not_ended_counts_next_time(one_rank: dist.ProcessGroup) -> None:
+    waits = ReplicaWaits(one_rank, CountingClock())
     assert waits.take() is None
     for _ in range(2):
         with waits.measured():
@@ -58,7 +50,7 @@ def test_an_iteration_that_has_not_ended_counts_next_time(group: dist.ProcessGro
     assert waits.take() is not None
 
 
-def test_a_loop_that_never_asks_keeps_the_marks_of_a_thousand_iterations(group: dist.ProcessGroup) -> None:
+def test_a_loop_that_never_asks_keeps_the_marks_of_a_thousand_iterations(one_rank: dist.ProcessGroup) -> None:
     """A mark on a GPU is a CUDA event."""
 
     class ReadClock(CountingClock):
@@ -69,7 +61,7 @@ def test_a_loop_that_never_asks_keeps_the_marks_of_a_thousand_iterations(group: 
             return super().seconds(marks)
 
     clock = ReadClock()
-    waits = ReplicaWaits(group, clock)
+    waits = ReplicaWaits(one_rank, clock)
     for _ in range(1200):
         with waits.measured():
             pass

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from token_data import write_tokens
 
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets
 from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
 from tests.checked_flags import data_flags
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
     """Two corpora of forty documents each."""
-    for name in ("one", "two"):
-        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
-        for first in range(40):
-            builder.add_document(np.arange(first, first + 25), [25])
-        builder.finalize(str(tmp_path / f"{name}.idx"))
-    return [str(tmp_path / "one"), str(tmp_path / "two")]
+    documents = [[*range(first, first + 25)] for first in range(40)]
+    return [write_tokens(tmp_path / name, documents) for name in ("one", "two")]
 
 
 def build(**settings: object) -> Datasets:

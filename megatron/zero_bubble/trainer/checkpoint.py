@@ -161,10 +161,9 @@ class Checkpointer:
             check_optimizer(args, common["args"])
         sharding = {**_SHARDING, **common.get("content_metadata", {})}
         with_rng = not (args.finetune or args.no_load_rng)
-        is_known = (
+        if with_rng and not (
             has_same_ranks(args, common["args"]) and _rng_state(args).unique_key in description.state_dict_metadata
-        )
-        if with_rng and not is_known:
+        ):
             with_rng = False
             print_rank_0("  the checkpoint has no random states of this layout of ranks: none are loaded")
         with loadable(self._optimizer):
