@@ -178,5 +178,6 @@ def test_sgd_has_one_moment_or_none():
     ],
 )
 def test_gradients_and_the_precision_aware_optimizer_are_counted_as_the_flags_say(flags, expected):
-    aware = [] if "--grad-reduce-in-bf16" in flags or not flags else ["--use-precision-aware-optimizer"]
-    assert States.of(arguments("--bf16", *aware, *flags), 0).bytes_a_parameter(8) == expected
+    if flags and flags != ["--grad-reduce-in-bf16"]:
+        flags = ["--use-precision-aware-optimizer", "--use-distributed-optimizer", *flags]
+    assert States.of(arguments("--bf16", *flags), 0).bytes_a_parameter(8) == expected
