@@ -61,18 +61,23 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def test_the_step_after_a_failed_step_has_the_gradients_of_any_step(args: Arguments) -> None:
+@pytest.mark.parametrize("warms_up", [False, True], ids=["in the step", "in the warm-up"])
+def test_the_step_after_a_failed_step_has_the_gradients_of_any_step(args: Arguments, warms_up: bool) -> None:
     plan, store = RunSchedules.named("zb-h1", 1), WeightGradStore()
     (chunk,) = rank_model(args, plan.placement, 0, store)
+    chunk.config.no_sync_func = chunk.no_sync
     run = ForwardBackward(plan, store)
     expected = gradients(args, run, chunk)
     layer = chunk.module.decoder.layers[1]
+    run.warms_up = warms_up
     hook = layer.register_forward_hook(lambda module, inputs, output: (Failing.apply(output[0]), *output[1:]))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as failure:
         gradients(args, run, chunk)
     hook.remove()
     assert all(group.is_last_microbatch for group in chunk.bucket_groups), "the step has left DDP's no_sync"
+    del failure  # which kept the frames of the step until here: their end would have left no_sync, too
     assert run.position() is None
+    assert store.num_put == 0
     assert run.observer.take_mean().span > 0
     for _ in range(2):
         assert all(map(torch.equal, gradients(args, run, chunk), expected))

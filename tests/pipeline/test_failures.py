@@ -24,7 +24,7 @@ class Raises(torch.autograd.Function):
 
 
 class Breaks(nn.Linear):
-    """A linear layer whose B or W fails in the microbatches whose inputs are above 1."""
+    """A linear layer whose B, W or R fails in the microbatches whose inputs are above 1."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(4, 4)
@@ -32,6 +32,8 @@ class Breaks(nn.Linear):
 
     def forward(self, x):
         is_broken = bool(x.detach().max() > 1)
+        if is_broken and self.kind == "R" and torch.is_grad_enabled():
+            raise RuntimeError("another\n  result")
         x = x.tanh()
         result = self.inner(x)
         if is_broken and self.kind == "W":
@@ -45,6 +47,11 @@ def scaled_from(microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs * (0.5 + (torch.arange(8) >= 2 * microbatch))[:, None], targets
 
 
+def position(kind: str) -> int:
+    """Return the index of the layer that breaks: on the rank that computes the operation apart from any other."""
+    return 0 if kind == "R" else 2
+
+
 CASES = [
     ("backward", "zb-h1", "microbatch 2: backward of stage 1 failed: RuntimeError: no derivative"),
     ("backward", "1f1b", "microbatch 2: backward of stage 1 failed: RuntimeError: no derivative"),
@@ -52,15 +59,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "schedule", "message"), CASES)
-@pytest.mark.parametrize("options", [{}, {"post_validation": True}, {"checkpoint": True}], ids=str)
+OPTIONS = [{}, {"post_validation": True}, {"checkpoint": True}]
+RUNS = [(*case, options) for case in CASES for options in OPTIONS]
+R_FAILED = "microbatch 2: recomputation of stage 0 failed: RuntimeError: another result"
+RUNS += [("R", "zb-h1", R_FAILED, {"checkpoint": True, "post_validation": validates}) for validates in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "schedule", "message", "options"), RUNS)
 def test_the_first_failed_microbatch_is_named_on_all_ranks(kind, schedule, message, options):
-    layers = [nn.Identity(), nn.Identity(), Breaks(kind), nn.Linear(4, 4)]
+    layers = [nn.Identity(), nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[position(kind)] = Breaks(kind)
 
     def train(interconnect):
         arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform", **options}
         pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
-        if "post_validation" in options:
+        if options.get("post_validation"):
             pipeline.train_step(scaled_from(2), torch.optim.SGD(pipeline.parameters(), lr=0.1))
             pipeline.settle()
         else:
@@ -72,13 +85,11 @@ def test_the_first_failed_microbatch_is_named_on_all_ranks(kind, schedule, messa
     assert "\n" not in str(errors[0])
 
 
-@pytest.mark.parametrize("kind", ["backward", "W"])
+@pytest.mark.parametrize("kind", ["backward", "W", "R"])
 def test_a_step_after_a_failed_one_has_the_gradients_of_one_process(kind):
     torch.manual_seed(2)
-    layers = [nn.Linear(4, 4), nn.Identity(), Breaks(kind), nn.Linear(4, 4)]
-    with torch.no_grad():
-        layers[0].weight.copy_(torch.eye(4))
-        layers[0].bias.zero_()
+    layers = [nn.Identity(), nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[position(kind)] = Breaks(kind)
     good = scaled_from(4)
     model, _ = run_in_one_process(layers, mse_loss, good, 4)
 
@@ -89,12 +100,14 @@ def test_a_step_after_a_failed_one_has_the_gradients_of_one_process(kind):
         pipeline.train_batch(good)
         return gradients_of(pipeline)
 
-    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform"}
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", "checkpoint": kind == "R"}
     found = merged(pipelines(2, layers, mse_loss, train, **arguments))
     for name, grad in gradients_of(model).items():
         assert (found[name] is None) == (grad is None), name
         assert grad is None or torch.equal(found[name], grad), name
 
 
-def test_failures_are_in_the_order_of_microbatches():
-    assert min([Failure(2, 0, "a"), Failure(1, 1, "c"), Failure(1, 0, "b")]).problem == "b"
+def test_the_first_failure_is_the_one_of_the_lowest_microbatch_and_of_its_lowest_stage():
+    failures = [Failure(2, 0, "a"), Failure(1, 1, "c"), Failure(1, 0, "recomputation"), Failure(1, 0, "backward")]
+    assert Failure.first_of(failures).problem == "recomputation"
+    assert Failure.first_of([]) is None

@@ -198,8 +198,8 @@ class ForwardBackward:
         )
         stage = self._make_stage(call, iterators, executor)
         if self.warms_up and not call.forward_only:
-            self.warms_up = False
             warm_up(stage, self._store)
+            self.warms_up = False
         self._run(executor, stage)
         if not call.forward_only:
             self._running.after_step(self._num_steps, call.num_microbatches)

@@ -8,6 +8,8 @@ Before the first step, no receives are posted, so that nothing can hang. The war
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +41,25 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
     chunks: list[Any] = stage.call.chunks
     if stage.call.config.fp8 or stage.shapes_vary:
         return
+    with _rehearsal(stage, store) as rehearsal:
+        shard = vocabulary_shard_of(chunks)
+        if shard is not None:
+            if stage.rank != stage.placement.rank_of(0):
+                rehearsal.exchange(Op(OpKind.TOKENS, 0))
+            rehearsal.run_on_shard(Op(OpKind.E, 0))
+        # Megatron-LM's checks would count the warm-up's loss as the first loss of the step.
+        with replaced(RerunStateMachine, "validate_result", lambda *_, **__: None):
+            for chunk in range(len(chunks)):
+                _compute_microbatch(rehearsal, store, chunk)
+            if shard is not None:
+                _compute_output(rehearsal)
+                shard.forget_gradients()
+
+
+@contextmanager
+def _rehearsal(stage: MegatronStage, store: WeightGradStore) -> Iterator[MegatronStage]:
+    """Make the stage that computes the warm-up; after the `with` block, even a failed one, restore the state."""
+    chunks: list[Any] = stage.call.chunks
     restart = Restart(chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
     # The warm-up computes the first of two microbatches, because DDP reduces gradients with the last.
@@ -54,29 +75,21 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
     gradients = [(parameter, parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    shard = vocabulary_shard_of(chunks)
-    if shard is not None:
-        if stage.rank != stage.placement.rank_of(0):
-            rehearsal.exchange(Op(OpKind.TOKENS, 0))
-        rehearsal.run_on_shard(Op(OpKind.E, 0))
-    # Megatron-LM's checks would count the warm-up's loss as the first loss of the step.
-    with replaced(RerunStateMachine, "validate_result", lambda *_, **__: None):
-        for chunk in range(len(chunks)):
-            _compute_microbatch(rehearsal, store, chunk)
-        if shard is not None:
-            _compute_output(rehearsal)
-            shard.forget_gradients()
-    rehearsal.finish()
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    for module in chunks:
-        if hasattr(module, "zero_grad_buffer"):
-            module.zero_grad_buffer()
-    restart.apply()
-    for iterator in rewindable:
-        iterator.rewind()
-    forget_losses()
-    clear_aux_losses_tracker()
+    try:
+        yield rehearsal
+    finally:
+        store.clear()
+        rehearsal.leave()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module in chunks:
+            if hasattr(module, "zero_grad_buffer"):
+                module.zero_grad_buffer()
+        restart.apply()
+        for iterator in rewindable:
+            iterator.rewind()
+        forget_losses()
+        clear_aux_losses_tracker()
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:

@@ -131,7 +131,7 @@ class LateSteps:
         """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._model.gradient_norms()
-        failure, loss = min(self._stage.failures, default=None), self._stage.end()
+        failure, loss = Failure.first_of(self._stage.failures), self._stage.end()
         cause: BaseException | None = self._stage.cause
         waits = self._recent.next_waits
         has_stepped = failure is None and not waits and not _clips(total_norm(norms, self._stage.device), max_norm)
@@ -162,16 +162,16 @@ class LateSteps:
             return False
         pending, self._pending = self._pending, None
         reports = pending.reports.result()
-        failures = [report.failure for report in reports if report.failure is not None]
+        failure = Failure.first_of(report.failure for report in reports if report.failure is not None)
         norm = total_norm([entry for report in reports for entry in report.norms], self._stage.device)
         clips = _clips(norm, pending.max_norm)
-        was_wrong = clips or bool(failures) or not all(report.has_stepped for report in reports)
+        was_wrong = clips or failure is not None or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.own.has_stepped:
                     self._snapshot(pending.optimizer).undo()
-                if failures:
-                    raise ValueError(min(failures).problem) from pending.cause
+                if failure is not None:
+                    raise ValueError(failure.problem) from pending.cause
                 self._agreement.together(lambda: _check_unchanged(pending.own.norms, self._model.gradient_norms()))
                 with torch.autocast(self._stage.device.type, enabled=False):
                     torch.nn.utils.clip_grads_with_norm_(self._model.own_parameters(), pending.max_norm, norm)

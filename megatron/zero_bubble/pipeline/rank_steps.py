@@ -12,7 +12,7 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load
 from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.failures import RecordingStore
+from megatron.zero_bubble.pipeline.failures import Failure, RecordingRecomputations, RecordingStore
 from megatron.zero_bubble.pipeline.gradients import connect_ties
 from megatron.zero_bubble.pipeline.held_layers import LayerBuilder
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
@@ -25,7 +25,6 @@ from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage
 
@@ -52,12 +51,13 @@ class RankSteps:
     ) -> None:
         self._rank, self._schedule, self._agreement = interconnect.rank, layout.schedule, agreement
         placement, device = self._schedule.placement, interconnect.device
-        self._stores = RecordingStore(placement.num_chunks), RecomputationStore()
+        self._stores = RecordingStore(placement.num_chunks), RecordingRecomputations()
         self._offload = OffloadStore(copy_lane(device)) if self._schedule.offloads else None
         builder = LayerBuilder(layers, device, *self._stores, options)
         self.held = agreement.together(lambda: builder.hold(layout, self._rank))
         self.stage = LayerStage(self.held.chunks, placement, self._rank, loss_fn, device)
-        self._stores[0].recording = self.stage.recording
+        for store in self._stores:
+            store.recording = self.stage.recording
         self.tied = connect_ties(layers, layout, self.held, interconnect)
         shapes_vary = options.variable_shapes
         self.messages = StepMessages(
@@ -114,10 +114,10 @@ class RankSteps:
     def _finish(self) -> torch.Tensor:
         """Return the loss of the step, or raise the error of the first failed microbatch; a collective call."""
         failures, cause, loss = self.stage.failures, self.stage.cause, self.stage.end()
-        outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, min(failures, default=None)))
-        failed = [failure for _, failure in outcomes if failure is not None]
-        if failed:
-            raise ValueError(min(failed).problem) from cause
+        outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, Failure.first_of(failures)))
+        first = Failure.first_of(failure for _, failure in outcomes if failure is not None)
+        if first is not None:
+            raise ValueError(first.problem) from cause
         placement = self._schedule.placement
         of_last, _ = outcomes[placement.rank_of(placement.num_stages - 1)]
         assert of_last is not None
