@@ -10,7 +10,6 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.errors import one_line
 
-
 Recording = Callable[[int, int, str], AbstractContextManager[None]]
 """Makes a context manager that records an error; the arguments are (microbatch, chunk, description)."""
 
