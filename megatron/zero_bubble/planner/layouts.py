@@ -316,5 +316,12 @@ class _Search:
 
 def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
     room = inf if request.capacity is None else request.capacity
-    model = computing_of(request, layout)
-    return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)
+    inputs = (
+        computing_of(request, layout),
+        layout.placement,
+        request.num_microbatches,
+        layout.recompute,
+        room,
+        request.limits,
+    )
+    return Balance(*inputs, in_blocks=in_blocks)
