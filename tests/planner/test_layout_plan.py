@@ -93,6 +93,15 @@ def test_a_layer_that_does_not_fit_beside_others_gets_a_partition_that_fits() ->
     assert search_layouts(request).layout.partition == (2, 4)
 
 
+def test_recomputation_is_tried_in_more_combinations_while_none_fits() -> None:
+    """The first three combinations with recomputation need 10 and more."""
+    sizes = ((4, 3), (4, 3), (6, 5), (4, 3))
+    layers = tuple(UnitCosts(1, 1, 1, held, 0, -held, 1, restored, 1, state=1) for held, restored in sizes)
+    model = ModelCosts(NOTHING, layers, UnitCosts(2, 2, 2, 4, 0, -4))
+    options = {"recomputes": (Recompute.NONE, Recompute.PLANNED), "vocabulary_parallel": None, "effort": 0}
+    assert search_layouts(PlanRequest("auto", 4, all_placements(2, 4), model, capacity=9.67, **options)).memory < 9.67
+
+
 def test_an_output_layer_that_takes_no_time_is_sharded_like_any_other() -> None:
     """Without an S, the embedding of 6 would cost nothing on shards."""
     model = replace(_model(8), embedding=UnitCosts(3, 0, 3), output=NOTHING)

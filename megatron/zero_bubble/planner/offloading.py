@@ -302,9 +302,7 @@ class _RankCopies:
         self._placed.append(Op(OpKind.D, *key))
         self._memory -= self._size[key[1]]
         start = self._starts[backward] - self._rule.lead * self._back[key[1]]
-        # Operations after the backward may start at the same time as the backward.
-        before = min(bisect_right(self._starts, start) - 1, backward)
-        self._due.append((max(at + 1, before), key))
+        self._due.append((max(at + 1, min(backward, bisect_right(self._starts, start) - 1)), key))
 
     def _bring_back(self, at: int) -> bool:
         """Queue the copies to the device that are planned up to position `at`; return False if memory is too small."""
