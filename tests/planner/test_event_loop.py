@@ -76,3 +76,12 @@ def test_shards_planned_with_the_rest_are_shorter_than_shards_inserted_afterward
         plan = plan_chunks(replace(problem, limits=limits)).best
         ratios.append(plan.cost / simulate(inserted, problem.costs).cost)
     assert sum(ratios) / len(ratios) < 0.97
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("linear", 2), ("v", 3), ("interleaved", 3)])
+def test_a_large_limit_of_one_rank_does_not_loosen_the_limit_of_another(kind, limit):
+    """A tolerance of 1e-9 of the larger limit is worth 100 microbatches of the other rank."""
+    placement = Placement(kind, 2, 1 + (kind != "linear"))
+    problem = Problem(placement, 16, StageCosts.uniform(placement.num_stages), (1e11, limit), budget=10_000)
+    plan = PLANNERS[kind](problem).best
+    assert peak_memory(schedule_of_orders(problem, plan.orders), problem.costs)[1] <= limit

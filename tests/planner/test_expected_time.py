@@ -67,3 +67,9 @@ def test_a_plan_for_durations_that_vary_is_expected_to_take_less_time() -> None:
         gains.append(without / with_spread)
     assert min(gains) >= 1
     assert max(gains) > 1.01
+
+
+def test_messages_that_occupy_ranks_are_counted_once() -> None:
+    costs = StageCosts.uniform(4, time_comm=1)
+    occupied = simulate(generate("1f1b", 4, 8), costs, overlap_communication=False)
+    assert slowdown(occupied, 1e-9, 0) == pytest.approx(1)

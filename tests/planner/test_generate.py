@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import PlanRequest
 from megatron.zero_bubble.planner.generate import schedule_of
-from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts
+from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.planner.planning import checked
@@ -75,3 +76,9 @@ def test_any_request_is_planned_within_its_limits_or_refused_with_a_limit_that_w
     checked(schedule, request.costs)
     for peak, limit in zip(peak_memory(schedule, request.costs), request.limits, strict=True):
         assert peak <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("group_size", [0, -1])
+def test_groups_without_a_microbatch_are_refused(group_size):
+    with pytest.raises(ScheduleError, match=f"needs microbatch groups of at least 1, got {group_size}"):
+        schedule_of(request_of(Placement("interleaved", 2, 2), 4, limit=8, has_shards=False, group_size=group_size))

@@ -127,3 +127,8 @@ def test_the_peak_of_interleaved_1f1b_in_whole_ranks():
     assert limit.in_unit_costs(placement, 16) == limit.in_unit_costs(placement, 13) == 5.5
     assert limit.in_unit_costs(placement, 3) == 4
     assert limit.in_unit_costs(placement, 16, Recompute.FULL) == 5 / 16 + 1 / 2
+
+
+def test_less_than_one_byte_is_refused():
+    with pytest.raises(ValueError, match="'1e-12GiB' is not a memory limit: give a whole number of bytes"):
+        MemoryLimit.parse("1e-12GiB")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.fused_backwards import with_separate_backwards
 from megatron.zero_bubble.planner.offloading import RULES, CopyRule, with_copies
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import placement_for
@@ -163,3 +164,16 @@ def test_any_schedule_keeps_its_operations_and_its_limit(name, share, copy, rule
     assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks, limits, strict=True))
     for kept, before in zip(without_copies(found).ops, plain.ops, strict=True):
         assert sorted(kept) == sorted(before)
+
+
+def test_activations_are_back_before_a_backward_that_takes_no_time():
+    """Each B starts at the same time as the W after it."""
+    copies = {"time_d": 1e-40, "time_h": 1e-40, "memory_d": 1}
+    costs = StageCosts.uniform(1, time_b=1e-40, memory_b=0, memory_w=-1, **copies)
+    problem = Problem(placement_for("gpipe", 1), 4, costs, (2,))
+    separate = with_separate_backwards(generate("gpipe", 1, 4))
+    schedule = with_copies(simulate(separate, costs), problem, RULES[0])
+    assert schedule is not None
+    assert num_offloaded(schedule) > 0
+    validate(schedule)
+    simulate(schedule, costs)

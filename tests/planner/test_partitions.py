@@ -90,3 +90,11 @@ def test_neighbours_are_as_promising_as_asked_and_the_best_comes_first() -> None
     assert all(balance.estimate(each) <= 1.02 * balance.estimate(best) for each in found)
     assert found == sorted(found, key=balance.order)
     assert {sum(each) for each in found} == {32}
+
+
+def test_where_activations_exceed_a_limit_layers_leave_the_full_rank() -> None:
+    first, layer = (UnitCosts(1, 1, 1, memory, 0, -memory) for memory in (5, 1))
+    costs, linear = ModelCosts(UnitCosts(0, 0, 0), (first, *[layer] * 5), UnitCosts(0, 0, 0)), Placement("linear", 2)
+    assert balanced_partition(Balance(costs, linear, 8)) == (3, 3)
+    assert balanced_partition(Balance(costs, linear, 8, limits=(6, 6))) == (2, 4)
+    assert balanced_partition(Balance(costs, linear, 8, limits=(7 - 1e-12, 3))) == (3, 3)

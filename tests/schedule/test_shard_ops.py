@@ -157,3 +157,10 @@ def test_a_given_schedule_is_for_a_model_with_or_without_shards():
         RunSchedules.of(sharded).schedule(8)
     with pytest.raises(ScheduleError, match="has no operations on vocabulary shards, but the model is vocabulary par"):
         RunSchedules.of(generate("zb-h1", 4, 8)).requesting(vocabulary_parallel=True).schedule(8)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "auto"])
+def test_a_recomputation_that_takes_no_time_comes_before_its_backward(name):
+    costs = replace(model_costs(Placement("linear", 4), 16, 2), memory_r=(0.9,) * 4)
+    schedule = generate(name, 4, 8, costs=costs, recompute=Recompute.FULL, vocabulary_parallel=True)
+    validate(schedule)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.planner.rules import GapRule
 from megatron.zero_bubble.schedule.shard_ops import LEAD
 
@@ -55,8 +56,7 @@ class EventLoop(ABC):
         self.allocation = problem.allocation
         self.work = list(problem.work)
         """Rank -> total time of its operations, including every R that is known to be needed (see `Problem.work`)."""
-        largest = max(max(problem.limits), max(map(abs, problem.allocation)))
-        self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
+        self.full_limits = [limit + tolerance(limit) for limit in problem.limits]
         self.limits = self.full_limits
         """Rank -> its memory limit, minus the memory of one softmax if the rank has a vocabulary shard."""
         self.epsilon = 1e-9 * max(problem.duration)

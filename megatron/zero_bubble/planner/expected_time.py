@@ -44,14 +44,17 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     overlap = timeline.overlap_communication
     problem = Problem.solved_by(schedule, timeline.costs, overlap_communication=overlap, takes_makespan=True)
     graph = OrderGraph(problem, orders_of_schedule(problem, without_copies(schedule)))
-    usual = list(graph.duration)
+    usual, until_result = graph.duration, graph.latency
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
     graph.find_times()
     fixed, times = graph.cost, []
     for factors in _factors(sigma, sum(duration > 0 for duration in usual)):
         of_operations = iter(factors)
-        graph.duration = [duration and (duration + time_between) * next(of_operations) for duration in usual]
-        graph.latency = graph.duration
+        of_all = [next(of_operations) if duration > 0 else 0.0 for duration in usual]
+        graph.duration, graph.latency = (
+            [(time + time_between) * factor for time, factor in zip(times_of_all, of_all, strict=True)]
+            for times_of_all in (usual, until_result)
+        )
         graph.find_times()
         times.append(graph.cost)
     return fmean(times) / fixed

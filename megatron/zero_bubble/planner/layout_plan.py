@@ -146,7 +146,7 @@ def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | N
     limits = request.limits
     if capacity is None:
         return limits
-    if max(states) > capacity:
+    if not max(states) <= capacity:  # also if the capacity is not a number
         raise Infeasible(
             f"parameters, gradients and optimizer states need {max(states):g} of the {capacity:g} of a rank",
             max(states),

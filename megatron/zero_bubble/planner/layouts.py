@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Numbers of model chunks per rank to try in order, while each number speeds up the plan by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Recomputation is tried until this number of successive combinations (placement, vocabulary) bring no speedup."""
+"""If a plan fits, recomputation is tried until this number of successive combinations bring no speedup."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -196,11 +196,11 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Try recomputation in given combinations of placement and vocabulary parallelism, the most promising first."""
+        """Try recomputation in given combinations, the most promising first (see `WITHOUT_GAIN`)."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
-            if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
+            if time >= self.best_time or (self.plans and num_without_gain >= WITHOUT_GAIN):
                 return
             tried = list(self._first_layouts(replace(layouts[0], partition=(), recompute=recompute)))
             for layout in tried:
@@ -315,6 +315,6 @@ class _Search:
 
 
 def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
-    room = inf if request.capacity is None else request.capacity
-    model = computing_of(request, layout)
-    return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)
+    model, room = computing_of(request, layout), inf if request.capacity is None else request.capacity
+    options = request.num_microbatches, layout.recompute, room, request.limits
+    return Balance(model, layout.placement, *options, in_blocks=in_blocks)

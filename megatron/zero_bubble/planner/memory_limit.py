@@ -50,7 +50,7 @@ class MemoryLimit:
         for unit, factor in _UNITS.items():
             if word.endswith(unit):
                 num_bytes = _positive(word.removesuffix(unit), text) * factor
-                if factor == 1 and num_bytes % 1:
+                if num_bytes < 1 or (factor == 1 and num_bytes % 1):
                     raise ValueError(f"{text!r} is not a memory limit: give a whole number of bytes")
                 return cls(num_bytes=int(num_bytes))
         return cls(multiple=_positive(word.removesuffix("X"), text))

@@ -302,7 +302,7 @@ class _RankCopies:
         self._placed.append(Op(OpKind.D, *key))
         self._memory -= self._size[key[1]]
         start = self._starts[backward] - self._rule.lead * self._back[key[1]]
-        self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
+        self._due.append((max(at + 1, min(backward, bisect_right(self._starts, start) - 1)), key))
 
     def _bring_back(self, at: int) -> bool:
         """Queue the copies to the device that are planned up to position `at`; return False if memory is too small."""

@@ -57,6 +57,8 @@ class OrderMoves:
         m, codes = problem.num_microbatches, problem.codes
         self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
         """Numbers (see `OrderGraph`) of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
+        self._sources = [tuple(source for source, _ in needs) for needs in graph.needs]
+        """Operation -> the operations whose results it needs."""
         self.measure()
 
     def measure(self) -> None:
@@ -141,7 +143,7 @@ class OrderMoves:
         is_on_stage = max(code, other) < self.problem.codes.e
         if code == other or (is_on_stage and earlier % m == later % m and code % size == other % size):
             return True
-        return any(need == earlier for need, _ in self.graph.needs[later])
+        return earlier in self._sources[later]
 
     def _without_r(self, stretch: Stretch) -> Iterator[Move]:
         """Yield moves that remove an R of `stretch`, so that the F of the same microbatch keeps its activations."""

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import mul, sub
 
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -31,6 +32,7 @@ class Balance:
         num_microbatches: microbatches of an iteration.
         recompute: which microbatches have an R (recomputation).
         room: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the costs.
+        limits: rank -> memory limit of its activations; None for no limits.
         in_blocks: whether every stage recomputes its activations block by block (see `block_groups`).
     """
 
@@ -41,13 +43,15 @@ class Balance:
         num_microbatches: int,
         recompute: Recompute = Recompute.NONE,
         room: float = inf,
+        limits: Sequence[float] | None = None,
         *,
         in_blocks: bool = False,
     ) -> None:
         self.model = model
         self.placement = placement
         self.num_microbatches = num_microbatches
-        self.room = room
+        self.room = room + tolerance(room)
+        self.limits = [limit + tolerance(limit) for limit in limits or (inf,) * placement.num_ranks]
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         self._shard_work = model.shard_work
@@ -55,9 +59,8 @@ class Balance:
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._recomputed = _Sums(model, lambda unit: full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)
-        self._needed = _Sums(
-            model, lambda unit: unit.state + unit.memory_f + max(0, unit.memory_b) - any_r * unit.memory_r
-        )
+        self._state = _Sums(model, lambda unit: unit.state)
+        self._needed = _Sums(model, lambda unit: unit.memory_f + max(0, unit.memory_b) - any_r * unit.memory_r)
         self._memory = _Sums(model, lambda unit: unit.memory_f)
         self._restored = _Sums(model, lambda unit: any_r * unit.memory_r)
         self._blocks = _Sums(model, lambda unit: in_blocks * unit.num_blocks)
@@ -85,7 +88,7 @@ class Balance:
         return max(self._ends(partition, self._works(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key that puts the best partition first: memory above `room`, then time, then unevenness of end times."""
+        """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
         ends = self._ends(partition, self._works(partition))
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
@@ -99,7 +102,7 @@ class Balance:
         return max(self._ends(partition, works)) * (1 + lost)
 
     def excess(self, partition: Sequence[int]) -> float:
-        """Memory by which model states and one microbatch exceed the memory of a rank, summed over all ranks."""
+        """Memory by which model states and one microbatch exceed `room` or `limits`, summed over all ranks."""
         return sum(self._excess(partition))
 
     def busiest(self, partition: Sequence[int]) -> int:
@@ -131,27 +134,24 @@ class Balance:
         return self.placement.sums(holdings)
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory that model states and one microbatch need beyond the rank's memory; zero if both together fit.
+        """Rank -> memory that one microbatch needs beyond the rank's limit or, with model states, beyond `room`.
 
         If recomputation is allowed, the microbatch drops its activations, and a rank restores the activations of one
         stage at a time.
         """
-        if self.room == inf:
+        if self.room == inf == min(self.limits):
             return [0.0] * self.placement.num_ranks
+        states = self._state.of_stages(partition)
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
         restored = [
             memory / max(1, number) for memory, number in zip(self._restored.of_stages(partition), blocks, strict=True)
         ]
-        return [
-            max(
-                0,
-                self.model.shard_state
-                + sum(map(needed.__getitem__, stages))
-                + max(map(restored.__getitem__, stages))
-                - self.room,
-            )
-            for stages in self.stages_of
-        ]
+        excess = []
+        for stages, limit in zip(self.stages_of, self.limits, strict=True):
+            state = self.model.shard_state + sum(map(states.__getitem__, stages))
+            activations = sum(map(needed.__getitem__, stages)) + max(map(restored.__getitem__, stages))
+            excess.append(max(0, state + activations - self.room, activations - limit))
+        return excess
 
 
 def _unevenness(values: Sequence[float]) -> float:
@@ -248,15 +248,15 @@ def moves_from(
                     yield tuple(moved)
 
 
-def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions that differ from `partition` by one moved layer, if they take at most `tolerance` times as long."""
+def neighbours(balance: Balance, partition: Partition, most: float) -> list[Partition]:
+    """Partitions that differ from `partition` by one moved layer, if they take at most `most` times as long."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)
         for changed in moves_from(balance, partition, range(len(partition)))
-        if balance.estimate(changed) <= time * tolerance
+        if balance.estimate(changed) <= time * most
     }
-    near = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * tolerance]
+    near = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * most]
     return sorted(near, key=orders.__getitem__)
 
 

@@ -193,6 +193,8 @@ class PlanRequest:
         check_size(placement, self.num_microbatches)
         if self.group_size is not None and placement.kind != "interleaved":
             raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {self.group_size}")
+        if self.group_size is not None and self.group_size < 1:
+            raise ScheduleError(f"schedule {name} needs microbatch groups of at least 1, got {self.group_size}")
         assert not isinstance(self.costs, ModelCosts), "the layout has not been chosen"
         assert self.vocabulary_parallel is not None, "the layout has not been chosen"
         costs = self.costs or default_costs(placement, self.recompute, vocabulary_parallel=self.vocabulary_parallel)

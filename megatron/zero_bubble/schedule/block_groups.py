@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
+from megatron.zero_bubble.schedule.costs import COPY_COSTS, SMALLEST, StageCosts
 
 
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
@@ -31,7 +31,7 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
         after_b = costs.memory_f[stage] + costs.memory_b[stage]
         pending = after_b - (1 - first) * max(0, after_b - costs.memory_outside[stage])
         columns["time_b"][stage] += in_b
-        columns["time_w"][stage] *= first
+        columns["time_w"][stage] = max(first * columns["time_w"][stage], SMALLEST)
         columns["time_r"][stage] *= last
         columns["memory_r"][stage] *= last
         dropped = costs.memory_r[stage] - columns["memory_r"][stage]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import add, sub
 from types import MappingProxyType
@@ -159,11 +160,11 @@ class StageCosts:
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
-        return self._by_kind("time", "saves")
+        return self._times
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Return, for each kind of operation except sends and receives, the change of memory on every stage."""
-        return self._by_kind("memory", "frees")
+        return self._memory
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
@@ -296,6 +297,14 @@ class StageCosts:
             field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
+
+    @cached_property
+    def _times(self) -> Mapping[OpKind, Sequence[float]]:
+        return self._by_kind("time", "saves")
+
+    @cached_property
+    def _memory(self) -> Mapping[OpKind, Sequence[float]]:
+        return self._by_kind("memory", "frees")
 
     def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
         """Kind -> cost on each stage: sum of the fields in column `added` of `KINDS`, minus the sum in `subtracted`."""

@@ -136,15 +136,16 @@ class ModelCosts:
             "memory_t": -output.memory_f,
         }
         states = embedding.state + (0 if self.ties_output else output.state)
+        of_shard = {
+            name: cost / num_ranks + self.time_collective * COLLECTIVES_OF.get(name, 0) for name, cost in shard.items()
+        }
+        # Costs in which no S takes time are costs without vocabulary shards.
+        of_shard["time_s"] = max(of_shard["time_s"], SMALLEST)
         return replace(
             self,
             embedding=NOTHING,
             output=NOTHING,
-            shard={
-                name: cost / num_ranks + self.time_collective * COLLECTIVES_OF.get(name, 0)
-                for name, cost in shard.items()
-            }
-            | {"latency_collective": self.latency_collective},
+            shard=of_shard | {"latency_collective": self.latency_collective},
             shard_state=states / num_ranks,
         )
 
@@ -204,7 +205,8 @@ class ModelCosts:
         per_stage["saved_bw"] = tuple(sum(map(self.saved_by_fusing, units)) for units in stages)
         for name in ("time_f", "time_b", "time_w"):
             # The times of a stage without layers may be zero, but times of `StageCosts` have to be above zero.
-            per_stage[name] = tuple(max(SMALLEST, time) for time in per_stage[name])
+            # With `SMALLEST` as the first argument, `max` would replace NaN, which `StageCosts` has to refuse.
+            per_stage[name] = tuple(max(time, SMALLEST) for time in per_stage[name])
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         for name in ("time_f", "time_b"):
             exchanged = [self.time_exchange / 2 * (here != there) for here, there in pairwise(ranks)]
@@ -220,7 +222,12 @@ class ModelCosts:
         return costs if self.shard is None else costs.with_shards(placement, self.shard)
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
-        """Rank -> memory of parameters, gradients and optimizer states for the rank's stages and vocabulary shard."""
+        """Rank -> memory of parameters, gradients and optimizer states for the rank's stages and vocabulary shard.
+
+        Raises:
+            ScheduleError: the partition does not fit the model and the placement.
+        """
+        self.check(partition, placement)
         stages = [sum(unit.state for unit in units) for units in self._units(partition)]
         return tuple(self.shard_state + own for own in placement.sums(stages))
 

@@ -107,7 +107,9 @@ class _Times:
 
         At equal planned starts, operations for which other ranks wait come first.
         """
-        order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
+        # An R that takes no time starts at the same time as its B.
+        first, last = (OpKind.E, OpKind.S, OpKind.L, OpKind.R), (OpKind.T, OpKind.EW)
+        order = [*first, *(kind for kind in KINDS if kind not in first + last), *last]
         ranks = []
         for rank, own in enumerate(self._starts):
             starts = {**own, **self._of_shard(rank)}
