@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,6 +62,11 @@ def names_in(words: Sequence[str]) -> set[str]:
 def values_apart(words: Sequence[str]) -> list[str]:
     """Return the command line `words` with two words in place of each word such as `--name=value`."""
     return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
+def value_of(name: str, words: Sequence[str]) -> str | None:
+    """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
+    return next((after for before, after in reversed([*pairwise(values_apart(words))]) if before == name), None)
 
 
 def _quoted_words(text: str) -> list[str]:
