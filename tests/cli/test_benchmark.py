@@ -39,6 +39,7 @@ from tests.mistakes import one_line_mistake
         ([*SIZE, "--schedule", "zb-h1 --train-iters 5", "--", *TINY], "--schedule: --train-iters not allowed in"),
         ([*SIZE, "--schedule", 'zb-h1 "x', "--", *TINY], "--schedule: expected words as in a shell, got 'zb-h1 \"x'"),
         ([*SIZE, "--baseline-flags", '"', "--", *TINY], "--baseline-flags: expected words as in a shell"),
+        ([*SIZE, "--launch", "srum -n 2", "--", *TINY], "argument --launch: srum is not a command of this machine"),
         ([*SIZE, "--launch", "", "--", *TINY], "--launch: expected at least one word, got ''"),
         ([*SIZE[:2], "--", *TINY], "--num-microbatches is required with --pipeline-size"),
         (["--num-chunks", "2", "--", *TINY], "--num-chunks: needs --pipeline-size or --schedule"),

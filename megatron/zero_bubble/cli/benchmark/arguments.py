@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Sequence
@@ -151,6 +152,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
         if self.num_chunks is not None and self.pipeline_size is None and self.schedule is None:
             raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule")
+        if self.launch is not None and shutil.which(self.launch[0]) is None:
+            raise ValueError(f"argument --launch: {self.launch[0]} is not a command of this machine, such as srun")
         quotes = [("--schedule", shlex.split(text)) for text in self.schedule or ()]
         for name, words in (*quotes, ("--baseline-flags", self.baseline_flags or [])):
             for word in (*_SET_HERE, *_ENDS_AND_MEMORY):
