@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -28,6 +29,7 @@ CHUNKS_OR_GROUPS = (
     "--num-layers-per-virtual-pipeline-stage",
     "--microbatch-group-size-per-virtual-pipeline-stage",
 )
+LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 _ENDS_AND_MEMORY = ("--exit-interval", "--log-memory-interval")
 _NAMES_OF_SCHEDULES = (
@@ -68,6 +70,13 @@ def values_apart(words: Sequence[str]) -> list[str]:
 def value_of(name: str, words: Sequence[str]) -> str | None:
     """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
     return next((after for before, after in reversed([*pairwise(values_apart(words))]) if before == name), None)
+
+
+def stages_in(words: Sequence[str]) -> int:
+    """Return the number of pipeline stages in the layout or the layer pattern of a command line; 1 without them."""
+    parts = re.findall(r"(\([^)]*\)|.)(?:\*(\d+))?", value_of(LAYOUT, words) or "")
+    of_layout = 1 + sum(part.count("|") * int(times or 1) for part, times in parts)
+    return max(of_layout, 1 + (value_of(PATTERN, words) or "").count("|"))
 
 
 def _quoted_words(text: str) -> list[str]:
@@ -179,6 +188,13 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         for word, reason in reasons.items():
             if word in names_in(self.training_flags):
                 raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, {reason}")
+        for name in (LAYOUT, PATTERN):
+            value = value_of(name, self.training_flags)
+            if value is not None and stages_in([name, value]) > self.pipeline_size:
+                raise ValueError(
+                    f"argument {name}: {value} is not allowed after --, because 1F1B has one stage a rank: give it to "
+                    f"a schedule, as in --schedule 'zb-v {name} ...'"
+                )
         shared, ours = parted(self.training_flags, ALIASES, prefix="--zero-bubble")
         return replace(self, training_flags=tuple(shared), schedule_flags=tuple(ours))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.cli.benchmark.arguments import (
     ALIASES,
     CHUNKS_OR_GROUPS,
+    LAYOUT,
+    PATTERN,
     PROG,
     BenchmarkFlags,
     parted,
+    stages_in,
     value_of,
     values_apart,
 )
@@ -32,7 +34,6 @@ _OUTPUTS = (
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _NEED_SCHEDULE = tuple(map(flag_name, ONLY_WITH_SCHEDULE))
 """Flags that a script of Megatron-LM accepts only with a zero-bubble schedule."""
-_LAYOUT, _PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
 _CPU = "--zero-bubble-cpu"
 
 
@@ -70,7 +71,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     is_too_short = args.train_iters is not None and args.train_iters < num_iterations
     shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *["--train-iters"] * is_too_short))
     chunks = _own_chunks(args, words)
-    shared, chunk_words = parted(shared, (*CHUNKS_OR_GROUPS, *[_LAYOUT] * (chunks > 1)))
+    shared, chunk_words = parted(shared, (*CHUNKS_OR_GROUPS, *[LAYOUT] * (chunks > 1)))
     shared, for_all = parted(shared, (_CPU,))
     shared, ours = parted(shared, (*ALIASES, *(_NEED_SCHEDULE if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
@@ -105,15 +106,13 @@ def _own_chunks(args: Arguments | ScriptArguments, words: Sequence[str]) -> int:
     Raises:
         ValueError: the layer pattern of a hybrid model has several stages per rank.
     """
-    size, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
-    pattern = value_of(_PATTERN, words) or ""
-    if pattern.count("|") >= size:
+    size, pattern = args.pipeline_model_parallel_size, value_of(PATTERN, words)
+    if pattern is not None and stages_in([PATTERN, pattern]) > size:
         raise ValueError(
-            f"argument {_PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
+            f"argument {PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
         )
-    if layout is not None:
-        parts = re.findall(r"(\([^)]*\)|.)(?:\*(\d+))?", layout)
-        return (1 + sum(part.count("|") * int(times or 1) for part, times in parts)) // size
+    if LAYOUT in words:
+        return stages_in(words) // size
     ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     stage_size = size * (args.num_layers_per_virtual_pipeline_stage or 0)
     own = ((args.num_layers or 0) + ends) // stage_size if stage_size > 0 else args.num_virtual_stages_per_pipeline_rank
@@ -132,7 +131,7 @@ def _contestants(
     """
     named = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"} & {*ours}
     words = tuple(ours) if named else ("--zero-bubble", *ours)
-    layout = value_of(_LAYOUT, chunk_words)
+    layout = value_of(LAYOUT, chunk_words)
     entry = ENTRIES.get(value_of("--zero-bubble-schedule", ours) or "")
     # Otherwise, the training chooses the number of chunks, or the schedule has a fixed number.
     keeps_chunks = layout is not None or "--zero-bubble-keep-layout" in ours or (entry and entry.takes_num_chunks)
@@ -142,7 +141,7 @@ def _contestants(
     if layout is not None:
         yield replace(
             megatrons_interleaved(flags, chunks, "megatron-core interleaved, your layout"),
-            words=(_LAYOUT, layout, *group_size_flags(flags)),
+            words=(LAYOUT, layout, *group_size_flags(flags)),
         )
 
 
