@@ -11,6 +11,7 @@ from tiny_benchmark import SIZE, TINY, arguments
 
 from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
+from megatron.zero_bubble.cli.benchmark.arguments import LAYOUT, PATTERN
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, CHUNKS_FLAG
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, loss_agreement, train_table
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log
@@ -36,9 +37,12 @@ from tests.mistakes import one_line_mistake
         ([*SIZE, "--", *TINY, "--train-iters=5"], "--train-iters: not allowed after --"),
         ([*SIZE, "--", *TINY, "--zero-bubble-schedule", "zb-2p"], "--zero-bubble-schedule: not allowed after --"),
         ([*SIZE, "--", *TINY, CHUNKS_FLAG, "2"], f"{CHUNKS_FLAG}: not allowed after --"),
+        ([*SIZE, "--schedule", "zb-v", "--", *TINY, LAYOUT, "Et|(t|)*2tL"], f"{LAYOUT}: Et|(t|)*2tL is not allowed"),
+        ([*SIZE, "--schedule", "zb-v", "--", *TINY, PATTERN, "*|-|*|-"], f"{PATTERN}: *|-|*|- is not allowed"),
         ([*SIZE, "--schedule", "zb-h1 --train-iters 5", "--", *TINY], "--schedule: --train-iters not allowed in"),
         ([*SIZE, "--schedule", 'zb-h1 "x', "--", *TINY], "--schedule: expected words as in a shell, got 'zb-h1 \"x'"),
         ([*SIZE, "--baseline-flags", '"', "--", *TINY], "--baseline-flags: expected words as in a shell"),
+        ([*SIZE, "--launch", "srum -n 2", "--", *TINY], "argument --launch: srum is not a command of this machine"),
         ([*SIZE, "--launch", "", "--", *TINY], "--launch: expected at least one word, got ''"),
         ([*SIZE[:2], "--", *TINY], "--num-microbatches is required with --pipeline-size"),
         (["--num-chunks", "2", "--", *TINY], "--num-chunks: needs --pipeline-size or --schedule"),

@@ -134,6 +134,8 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
         pytest.param([], "no CUDA device here; --device cpu --size tiny", marks=without_cuda),
         (["--model", "7B"], "7B is not one of 1.5B, 6.2B, 14.6B, 28.3B"),
         (["--cell", "zb-h9"], "argument --cell: invalid choice: 'zb-h9'"),
+        (["--only", "stages", "--cell", "zb-h1"], "argument --cell: zb-h1 needs --only ranks, or no --only"),
+        (["--only", "ranks", "--model", "1.5B"], "argument --model: 1.5B needs --only stages, or no --only"),
         (["--rounds", "0"], "--rounds: must be at least 1"),
         (["--cell", "copies", "--transformer-impl", "transformer_engine"], "copies needs --transformer-impl local"),
         (

@@ -78,6 +78,7 @@ def test_help_is_ours_and_then_the_script_s(script):
         ),
         (["SCRIPT", "--zero-bubble-timeline", "out"], ["--zero-bubble-timeline", "--zero-bubble-schedule"]),
         (["SCRIPT", "--zero-bubble-profile-iters", "2"], ["--zero-bubble-profile-iters"]),
+        (["SCRIPT", "--allow-padding-num-layers"], ["--allow-padding-num-layers", "--zero-bubble-schedule"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(script, arguments, words):

@@ -4,13 +4,13 @@
     zero-bubble benchmark -- <flags of pretrain_gpt.py of this project>
 
 Without --pipeline-size, the benchmark runs your own training on this machine under megatron-core's 1F1B, under
-megatron-core's interleaved schedule with 2 and with 4 chunks a rank, and under --zero-bubble. The benchmark then
-recommends a schedule and shows its speedup. The trainings of the benchmark load no checkpoint, save nothing and
-evaluate nothing. If the training refuses an interleaved schedule, the benchmark leaves the schedule out and prints the
-reason. Zero-bubble flags after `--` apply only to the training under --zero-bubble. A script after `--` must train with
-Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`). The benchmark reads the script's
-times from Megatron-LM's log. Values that Megatron-LM does not print are shown as `-`, and as null in JSON. With
-`--json`, the benchmark prints the recommendation in addition to the results.
+megatron-core's interleaved schedule with 2 and with 4 chunks a rank and with your own chunks or layout, and under
+--zero-bubble. The benchmark then recommends a schedule and shows its speedup. The trainings of the benchmark load no
+checkpoint, save nothing and evaluate nothing. If the training refuses an interleaved schedule, the benchmark leaves the
+schedule out and prints the reason. Zero-bubble flags after `--` apply only to the training under --zero-bubble. A
+script after `--` must train with Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`).
+The benchmark reads the script's times from Megatron-LM's log. Values that Megatron-LM does not print are shown as `-`,
+and as null in JSON. With `--json`, the benchmark prints the recommendation in addition to the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\

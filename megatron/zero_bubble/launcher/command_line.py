@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divi
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.environment import check_num_ranks
-from megatron.zero_bubble.session.flag_parser import flag, make_parser, take_flags
+from megatron.zero_bubble.session.flag_parser import flag, make_parser, parse_flags, take_flags
 from megatron.zero_bubble.session.flags import (
     ParallelFlags,
     ReplicaFlags,
@@ -21,7 +21,7 @@ from megatron.zero_bubble.session.flags import (
     flag_name,
 )
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.session.layers import chunks_of_flags, partition_of_flags
+from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags, partition_of_flags
 from megatron.zero_bubble.session.layout_choice import is_layout_open
 from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
@@ -44,6 +44,8 @@ class LaunchFlags(ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags):
 
 
 _GROUPS = LaunchFlags.__bases__
+ONLY_WITH_SCHEDULE = ("zero_bubble_seed_by_layer", "allow_padding_num_layers", *(e.name for e in fields(ReplicaFlags)))
+"""Flags, other than those of `_check_owners`, that have no effect on a script without a zero-bubble schedule."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
         flags = translated(flags)
         check_zero_bubble_flags(flags)
-        for name in ("zero_bubble_seed_by_layer", "hierarchical_sgd", "hierarchical_sgd_warmup"):
+        for name in ONLY_WITH_SCHEDULE:
             if getattr(flags, name) and not flags.asks_for_schedule:
                 raise ValueError(
                     f"{flag_name(name)} needs --zero-bubble or --zero-bubble-schedule (1f1b, for megatron-core's "
@@ -112,17 +114,28 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
     Raises:
         SessionError: a keyword names no flag, or the flags contradict each other.
     """
-    groups = (*fields(ZeroBubbleFlags), *fields(ReplicaFlags), *fields(AliasFlags))
-    names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}
-    unknown = sorted(set(settings) - set(names))
+    groups = (ZeroBubbleFlags, ReplicaFlags, AliasFlags)
+    entries = {entry.name.removeprefix("zero_bubble_"): entry for group in groups for entry in fields(group)}
+    unknown = sorted(set(settings) - set(entries))
     if unknown:
-        raise SessionError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
-    given = {names[name]: value for name, value in settings.items()}
+        raise SessionError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(entries))}")
+    given = {**settings, "schedule": schedule}
+    words = [word for name, value in given.items() for word in _words_of(entries[name], value)]
     with users_mistakes():
-        flags = translated(LaunchFlags(**{**given, "zero_bubble_schedule": schedule, "zero_bubble_cpu": cpu}))
+        flags = translated(replace(parse_flags(LaunchFlags, _GROUPS, words, "enable"), zero_bubble_cpu=cpu))
         flags = replace(flags, zero_bubble=flags.zero_bubble_schedule is None)
         check_zero_bubble_flags(flags)
     return flags
+
+
+def _words_of(entry: Field[Any], value: Any) -> list[str]:
+    """Return the command-line words that set the flag of the field `entry` to `value`."""
+    name = flag_name(entry.name)
+    if value is None or value is entry.default:
+        return []
+    if value is True:
+        return [name]
+    return [name, *map(str, value)] if isinstance(value, (list, tuple)) else [f"{name}={value}"]
 
 
 _READ_ELSEWHERE = (
@@ -130,6 +143,8 @@ _READ_ELSEWHERE = (
     *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
 )
 """Flags with which Megatron-LM reads the layers or the parallel sizes from a file or a checkpoint."""
+_OTHER_BATCHES = ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule")
+"""Flags with which Megatron-LM may change the global batch size."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +165,14 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     Raises:
         SessionError: the script's numbers of ranks, stages, layers or microbatches contradict each other.
     """
-    if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
+    names = {argument.split("=")[0] for argument in arguments}
+    if names.intersection(_READ_ELSEWHERE):
         return
     with users_mistakes():
         shape, _ = take_flags(_ShapeFlags, (_ShapeFlags,), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
         check_num_ranks(shape, world_size)
+        check_chunk_flags(shape)
         given = Namespace(**vars(shape))
         given.hybrid_layer_pattern = given.hybrid_layer_pattern or given.hybrid_override_pattern
         given.microbatch_group_size_per_vp_stage = shape.microbatch_group_size_per_virtual_pipeline_stage
@@ -176,6 +193,11 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
             "data_parallel_size": replicas,
             "global_batch_size": step if shape.global_batch_size is None else shape.global_batch_size,
         }
+        if known["global_batch_size"] % step and not names.intersection(_OTHER_BATCHES):
+            raise ValueError(
+                f"--global-batch-size {shape.global_batch_size} is not a multiple of --micro-batch-size "
+                f"{shape.micro_batch_size} x {replicas} data-parallel replicas = {step}"
+            )
         job = flags_of(given, flags, **known)
         if job.global_batch_size % step == 0:
             job = replace(job, model_chunks=chunks_of_flags(job))

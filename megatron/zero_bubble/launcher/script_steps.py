@@ -9,7 +9,7 @@ validated if it is not validated yet.
 
 Megatron-LM reduces each iteration's loss over all replicas, and this reduction makes all replicas wait for each other.
 Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce, so that
-replicas do not wait for each other. The sums of losses are averaged over the replicas before a log line is printed.
+replicas do not wait for each other. Losses are averaged over the replicas before Megatron-LM prints or records them.
 """
 
 from __future__ import annotations
@@ -72,12 +72,8 @@ class ScriptPostValidation:
         """Return whether the script logs the gradient norm of this iteration, or the iteration is the last one."""
         script = self._script
         iteration = script.curr_iteration + 1
-        writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
-        return (
-            iteration % script.log_interval == 0
-            or (writes and iteration % script.tensorboard_log_interval == 0)
-            or iteration == script.train_iters
-        )
+        is_printed = iteration % script.log_interval == 0
+        return is_printed or _is_recorded(script, iteration) or iteration == script.train_iters
 
     def unless_pending(self, call: Call) -> Any:
         """Zero the gradients if the last step is validated; otherwise, the validation will zero the gradients."""
@@ -179,15 +175,22 @@ class ScriptReplicas:
             self._session.average_all(self._script.curr_iteration + 1, with_states=True)
 
     def average_logged_losses(self, call: Call) -> Any:
-        """Average the sums of losses over replicas before a call that prints Megatron-LM's log line."""
+        """Average losses over replicas before a call that prints Megatron-LM's log line or records losses."""
         is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
-        if self.is_local and is_printed and call["loss_dict"]:
+        is_logged = is_printed or _is_recorded(self._script, call["iteration"])
+        if self.is_local and is_logged and call["loss_dict"]:
             sums, names = call["total_loss_dict"], list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
             for name in names:
-                if name in sums:
+                if is_printed and name in sums:
                     sums[name] = _mean_over_replicas(sums[name])
         return call.proceed()
+
+
+def _is_recorded(script: Namespace, iteration: int) -> bool:
+    """Return whether the script writes the losses and the norm of an iteration to TensorBoard or Weights & Biases."""
+    writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
+    return writes and iteration % script.tensorboard_log_interval == 0
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -210,7 +213,7 @@ def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
     """Yield the hooks that only `--hierarchical-sgd` needs."""
     yield Hook(
         "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
-        "averages the losses over replicas before a log line is printed, and not in every iteration",
+        "averages the losses over replicas before they are printed or recorded, and not in every iteration",
         lambda call: replicas().average_logged_losses(call),
     )
     yield Hook(

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.zero_bubble.schedule import Placement, ScheduleError, model_costs
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import Partition
+from megatron.zero_bubble.session.flags import ParallelFlags, flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 
 WITHOUT_PARTITION: dict[str, Any] = {
@@ -182,6 +183,17 @@ def layers_of_layout(layout: str, num_ranks: int) -> Partition:
     return tuple(row[chunk].count(LayerType.decoder) for chunk in range(len(rows[0])) for row in rows)
 
 
+def check_chunk_flags(flags: ParallelFlags) -> None:
+    """Raise `ValueError` if several flags set the number of model chunks on a rank."""
+    names = (
+        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+        "pipeline_model_parallel_layout",
+    )
+    given = [flag_name(name) for name in names if getattr(flags, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"give {given[0]} or {given[1]}, not both")
+
+
 def chunks_of_flags(flags: JobFlags) -> int | None:
     """The number of model chunks on a rank; None unless Megatron's flags ask for several chunks.
 
@@ -190,10 +202,6 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
             for.
     """
     per_rank, per_chunk = flags.num_virtual_stages_per_pipeline_rank, flags.num_layers_per_virtual_pipeline_stage
-    if per_rank is not None and per_chunk is not None:
-        raise ValueError(
-            "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
-        )
     pipeline, layout = flags.pipeline_model_parallel_size, flags.pipeline_model_parallel_layout
     if flags.pattern is not None and flags.pattern.is_divided:
         per_rank = len(flags.pattern.stages) // pipeline

@@ -17,7 +17,7 @@ import torch
 from megatron.zero_bubble.session.environment import check_device_found, check_devices, check_num_ranks
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layers import chunks_of_flags
+from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
@@ -60,6 +60,7 @@ def complete_and_check(
     _check_batches(args)
     _check_training(args)
     check_recomputation(args, for_this_machine=for_this_machine)
+    check_chunk_flags(args)
     flags = replace(flags, train_iters=args.train_iters, model_chunks=chunks_of_flags(flags))
     job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import shutil
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +29,7 @@ CHUNKS_OR_GROUPS = (
     "--num-layers-per-virtual-pipeline-stage",
     "--microbatch-group-size-per-virtual-pipeline-stage",
 )
+LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 _ENDS_AND_MEMORY = ("--exit-interval", "--log-memory-interval")
 _NAMES_OF_SCHEDULES = (
@@ -61,6 +65,18 @@ def names_in(words: Sequence[str]) -> set[str]:
 def values_apart(words: Sequence[str]) -> list[str]:
     """Return the command line `words` with two words in place of each word such as `--name=value`."""
     return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
+def value_of(name: str, words: Sequence[str]) -> str | None:
+    """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
+    return next((after for before, after in reversed([*pairwise(values_apart(words))]) if before == name), None)
+
+
+def stages_in(words: Sequence[str]) -> int:
+    """Return the number of pipeline stages in the layout or the layer pattern of a command line; 1 without them."""
+    parts = re.findall(r"(\([^)]*\)|.)(?:\*(\d+))?", value_of(LAYOUT, words) or "")
+    of_layout = 1 + sum(part.count("|") * int(times or 1) for part, times in parts)
+    return max(of_layout, 1 + (value_of(PATTERN, words) or "").count("|"))
 
 
 def _quoted_words(text: str) -> list[str]:
@@ -145,6 +161,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
         if self.num_chunks is not None and self.pipeline_size is None and self.schedule is None:
             raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule")
+        if self.launch is not None and shutil.which(self.launch[0]) is None:
+            raise ValueError(f"argument --launch: {self.launch[0]} is not a command of this machine, such as srun")
         quotes = [("--schedule", shlex.split(text)) for text in self.schedule or ()]
         for name, words in (*quotes, ("--baseline-flags", self.baseline_flags or [])):
             for word in (*_SET_HERE, *_ENDS_AND_MEMORY):
@@ -170,6 +188,13 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         for word, reason in reasons.items():
             if word in names_in(self.training_flags):
                 raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, {reason}")
+        for name in (LAYOUT, PATTERN):
+            value = value_of(name, self.training_flags)
+            if value is not None and stages_in([name, value]) > self.pipeline_size:
+                raise ValueError(
+                    f"argument {name}: {value} is not allowed after --, because 1F1B has one stage a rank: give it to "
+                    f"a schedule, as in --schedule 'zb-v {name} ...'"
+                )
         shared, ours = parted(self.training_flags, ALIASES, prefix="--zero-bubble")
         return replace(self, training_flags=tuple(shared), schedule_flags=tuple(ours))
 

@@ -6,9 +6,8 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
-from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags, names_in, values_apart
+from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags, names_in, value_of
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
@@ -128,7 +127,7 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 def _chunks_in(words: Sequence[str]) -> int | None:
     """Return the number of model chunks per rank from a training's flags; None if the flags give no number."""
-    value = next((after for before, after in pairwise(values_apart(words)) if before == CHUNKS_FLAG), "")
+    value = value_of(CHUNKS_FLAG, words) or ""
     return int(value) if value.isdigit() else None
 
 

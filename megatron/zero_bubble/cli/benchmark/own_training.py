@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from megatron.zero_bubble.cli.benchmark.arguments import (
     ALIASES,
     CHUNKS_OR_GROUPS,
+    LAYOUT,
+    PATTERN,
     PROG,
     BenchmarkFlags,
     parted,
+    stages_in,
+    value_of,
     values_apart,
 )
-from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
+from megatron.zero_bubble.cli.benchmark.contestants import Contestant, group_size_flags, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
-from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
+from megatron.zero_bubble.launcher.command_line import ONLY_WITH_SCHEDULE
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
@@ -26,7 +32,7 @@ _OUTPUTS = (
     *("--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project", "--profile", "--log-memory-interval"),
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
-_REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
+_NEED_SCHEDULE = tuple(map(flag_name, ONLY_WITH_SCHEDULE))
 """Flags that a script of Megatron-LM accepts only with a zero-bubble schedule."""
 _CPU = "--zero-bubble-cpu"
 
@@ -63,9 +69,11 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
         )
     num_iterations = flags.warmup + flags.iterations
     is_too_short = args.train_iters is not None and args.train_iters < num_iterations
-    shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
+    shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *["--train-iters"] * is_too_short))
+    chunks = _own_chunks(args, words)
+    shared, chunk_words = parted(shared, (*CHUNKS_OR_GROUPS, *[LAYOUT] * (chunks > 1)))
     shared, for_all = parted(shared, (_CPU,))
-    shared, ours = parted(shared, (*ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
+    shared, ours = parted(shared, (*ALIASES, *(_NEED_SCHEDULE if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
@@ -73,12 +81,13 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
         flags,
         pipeline_size=pipeline_size,
         num_microbatches=_num_microbatches(args, num_ranks),
+        microbatch_group_size=flags.microbatch_group_size or args.microbatch_group_size_per_virtual_pipeline_stage,
         world_size=num_ranks,
         schedule=flags.schedule or [],
         script=script,
         training_flags=(*shared, *for_all, "--exit-interval", str(num_iterations), *added),
     )
-    return resolved, tuple(_contestants(resolved, args, ours))
+    return resolved, tuple(_contestants(resolved, ours, chunk_words, chunks))
 
 
 def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
@@ -91,13 +100,49 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
     return read_script_arguments(words)
 
 
-def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours: Sequence[str]) -> Iterator[Contestant]:
+def _own_chunks(args: Arguments | ScriptArguments, words: Sequence[str]) -> int:
+    """Return the number of model chunks per rank that the flags of a training ask for.
+
+    Raises:
+        ValueError: the layer pattern of a hybrid model has several stages per rank.
+    """
+    size, pattern = args.pipeline_model_parallel_size, value_of(PATTERN, words)
+    if pattern is not None and stages_in([PATTERN, pattern]) > size:
+        raise ValueError(
+            f"argument {PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
+        )
+    if LAYOUT in words:
+        return stages_in(words) // size
+    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    stage_size = size * (args.num_layers_per_virtual_pipeline_stage or 0)
+    own = ((args.num_layers or 0) + ends) // stage_size if stage_size > 0 else args.num_virtual_stages_per_pipeline_rank
+    return max(1, own or 1)
+
+
+def _contestants(
+    flags: BenchmarkFlags, ours: Sequence[str], chunk_words: Sequence[str], chunks: int
+) -> Iterator[Contestant]:
+    """Yield the user's training under a zero-bubble schedule and under megatron-core's interleaved schedules.
+
+    Args:
+        ours: the zero-bubble flags of the user's training.
+        chunk_words: the training's flags for several model chunks per rank.
+        chunks: the number of model chunks per rank that `chunk_words` ask for.
+    """
     named = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"} & {*ours}
     words = tuple(ours) if named else ("--zero-bubble", *ours)
-    yield Contestant(" ".join(words), flags.program, words, None, None)
-    own = args.num_virtual_stages_per_pipeline_rank
-    for chunks in sorted({*CHUNKS, *([own] if own is not None and own > 1 else [])}):
-        yield megatrons_interleaved(flags, chunks, f"megatron-core interleaved, {chunks} chunks")
+    layout = value_of(LAYOUT, chunk_words)
+    entry = ENTRIES.get(value_of("--zero-bubble-schedule", ours) or "")
+    # Otherwise, the training chooses the number of chunks, or the schedule has a fixed number.
+    keeps_chunks = layout is not None or "--zero-bubble-keep-layout" in ours or (entry and entry.takes_num_chunks)
+    yield Contestant(" ".join(words), flags.program, (*words, *(chunk_words if keeps_chunks else ())), None, None)
+    for number in sorted({*CHUNKS, *([chunks] if chunks > 1 and layout is None else [])}):
+        yield megatrons_interleaved(flags, number, f"megatron-core interleaved, {number} chunks")
+    if layout is not None:
+        yield replace(
+            megatrons_interleaved(flags, chunks, "megatron-core interleaved, your layout"),
+            words=(LAYOUT, layout, *group_size_flags(flags)),
+        )
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:

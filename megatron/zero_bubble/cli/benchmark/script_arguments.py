@@ -25,8 +25,9 @@ _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class _ScriptSizes:
-    """Sizes of a script's batches and sequences, and the number of its iterations."""
+    """Sizes of a script's model, batches and sequences, and the number of its iterations."""
 
+    num_layers: int | None = flag("number of transformer layers")
     micro_batch_size: int = flag("sequences in a microbatch", MISSING)
     global_batch_size: int | None = flag("sequences in an iteration")
     seq_length: int | None = flag("tokens in a sequence")

@@ -44,6 +44,10 @@ class CheckFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, value, part in (("--model", self.model, "stages"), ("--cell", self.cell, "ranks")):
+            if value is not None and part not in (self.only or PARTS):
+                given = value if isinstance(value, str) else value[0]
+                raise ValueError(f"argument {name}: {given} needs --only {part}, or no --only")
         models = [model.name for model in SIZES[self.size]]
         if self.model is not None and self.model not in models:
             raise ValueError(f"argument --model: {self.model} is not one of {', '.join(models)}")
