@@ -196,3 +196,12 @@ def test_a_shorter_schedule_fills_an_enlarged_drawing(playground: Playground):
     canvas.hover(position={"x": box["width"] - 14, "y": 21})
     assert "BW7" in page.locator("#tip").inner_text()
     page.keyboard.press("0")
+
+
+def test_a_drawing_may_have_a_million_operations(playground: Playground):
+    code = """async () => {
+        const { greatest, least } = await import('./dom.js');
+        const times = Array.from({ length: 10 ** 6 }, (_, k) => k);
+        return [least(times), greatest(times)];
+    }"""
+    assert playground.page.evaluate(code) == [0, 10**6 - 1]
