@@ -51,8 +51,10 @@ def served() -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         words = server.stdout.readline().split()
-        yield next(word for word in words if word.startswith("http"))
-        server.terminate()
+        try:
+            yield next(word for word in words if word.startswith("http"))
+        finally:
+            server.terminate()
 
 
 def chromium_options() -> dict[str, Any]:

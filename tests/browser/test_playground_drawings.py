@@ -164,3 +164,44 @@ def test_units_and_curves_are_explained_where_they_stand(playground: Playground)
     assert unit in legend
     assert unit in playground.page.locator("#plot .hint").inner_text()
     assert "Share of the whole iteration" in pane.locator(".causes .hint").inner_text()
+
+
+def test_a_limit_of_another_schedule_is_not_drawn(playground: Playground):
+    drawn = []
+    for fragment in ("", "&a.memory-limit=3"):
+        playground.open(f"#pipeline-size=4&num-microbatches=8&a.schedule=1f1b{fragment}")
+        drawn.append(playground.page.locator("[data-pane=a] canvas").evaluate("canvas => canvas.toDataURL()"))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_schedule_with_much_memory_is_on_the_plot(playground: Playground):
+    playground.open("#pipeline-size=4&num-microbatches=64&a.schedule=gpipe&b.schedule=auto")
+    mark = playground.page.locator("#plot .mark.a").bounding_box()
+    frame = playground.page.locator("#plot svg").bounding_box()
+    assert mark is not None
+    assert frame is not None
+    assert mark["x"] + mark["width"] <= frame["x"] + frame["width"]
+
+
+def test_a_shorter_schedule_fills_an_enlarged_drawing(playground: Playground):
+    page = playground.page
+    page.locator("[data-pane=a] canvas").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("+")
+    for flag in ("time-f", "time-b", "time-w", "time-comm"):
+        playground.set(flag, "1")
+    canvas = page.locator("[data-pane=a] canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    canvas.hover(position={"x": box["width"] - 14, "y": 21})
+    assert "BW7" in page.locator("#tip").inner_text()
+    page.keyboard.press("0")
+
+
+def test_a_drawing_may_have_a_million_operations(playground: Playground):
+    code = """async () => {
+        const { greatest, least } = await import('./dom.js');
+        const times = Array.from({ length: 10 ** 6 }, (_, k) => k);
+        return [least(times), greatest(times)];
+    }"""
+    assert playground.page.evaluate(code) == [0, 10**6 - 1]

@@ -13,12 +13,13 @@ from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import (
     Profile,
+    costs_to_json,
     profile_to_json,
     schedule_from_json,
     schedule_from_pytorch_csv,
     schedule_to_json,
 )
-from tests.browser.opened_page import COSTS, Playground, percent, printed
+from tests.browser.opened_page import COSTS, SIZE, Playground, percent, printed
 
 
 def test_saved_schedules_are_read_by_everyone(playground: Playground, tmp_path: Path):
@@ -127,13 +128,58 @@ def test_a_damaged_link_says_so(playground: Playground):
 def test_a_link_with_unknown_settings_shows_what_it_knows(playground: Playground):
     page = playground.page
     try:
-        page.goto(f"{playground.address}#pipeline-size=3&num-microbatches=6&xyz=1&a.schedule=zb-h1")
+        page.goto(f"{playground.address}#pipeline-size=3&num-microbatches=6&xyz=1&a.schedule=zb-h1&a.uvw=2")
         page.reload()
         page.wait_for_selector("html[data-drawn]")
         assert page.locator("#notice").inner_text() == (
-            "This link has settings that the page does not know and leaves out: xyz."
+            "This link has settings that the page does not know and leaves out: xyz, a.uvw."
         )
         assert page.locator(".message:visible").count() == 0
     finally:
         page.goto("about:blank")
         playground.open()
+
+
+def test_an_opened_schedule_fits_lists_to_its_ranks(playground: Playground, tmp_path: Path):
+    playground.open("#pipeline-size=6&num-microbatches=12&time-f=10,10,15,10,10,10&a.schedule=1f1b")
+    (tmp_path / "own.json").write_text(schedule_to_json(generate("zb-h1", 4, 8)))
+    before = playground.num_drawn
+    playground.page.set_input_files("#open", tmp_path / "own.json")
+    playground.wait_for_drawing(before)
+    assert playground.field("time-f").input_value() == "10,10,15,10"
+    expected = printed("simulate", f"--input={tmp_path / 'own.json'}", "--time-f=10,10,15,10")
+    assert playground.figures("a")["Bubble"] == percent(expected["bubble_rate"])
+
+
+def test_costs_that_changed_are_plotted_anew(playground: Playground, tmp_path: Path):
+    page, file = playground.page, tmp_path / "costs.json"
+    playground.open("#pipeline-size=4&num-microbatches=8&a.schedule=auto&a.memory-limit=4")
+    for message in (0.3, 9):
+        file.write_text(costs_to_json(StageCosts.uniform(4, 10, 9, 7, message)))
+        before = playground.num_drawn
+        page.set_input_files("#open", file)
+        playground.wait_for_drawing(before)
+        lost = printed("simulate", "--schedule=auto", "--memory-limit=10", *SIZE, f"--costs={file}")["lost"]
+        page.locator(f"#plot title:text-is('auto: {percent(lost)} under 10 M_B')").wait_for(state="attached")
+
+
+def test_costs_take_the_place_of_a_run(playground: Playground, tmp_path: Path):
+    (tmp_path / "run.trace.json").write_text(to_chrome_trace(simulate(generate("zb-h1", 4, 8), COSTS)))
+    (tmp_path / "costs.json").write_text(costs_to_json(COSTS))
+    before = playground.num_drawn
+    playground.page.set_input_files("#open", [tmp_path / "run.trace.json", tmp_path / "costs.json"])
+    playground.page.wait_for_selector(".file:visible")
+    playground.wait_for_drawing(before, 2)
+    expected = printed("simulate", "--schedule=1f1b", *SIZE, f"--costs={tmp_path / 'costs.json'}")
+    playground.page.wait_for_selector(f"[data-pane=a] dd:text-is('{percent(expected['bubble_rate'])}')")
+
+
+def test_a_file_that_cannot_be_read_is_refused_in_words(playground: Playground):
+    data = playground.page.evaluate_handle(
+        "() => { const data = new DataTransfer(), file = new File([], 'folder');"
+        " data.items.add(file); file.text = () => Promise.reject(new Error('is a folder'));"
+        " return Object.defineProperty(data, 'files', { value: [file] }) && data; }"
+    )
+    playground.page.dispatch_event("body", "drop", {"dataTransfer": data})
+    playground.page.wait_for_selector("#notice:visible")
+    assert playground.page.locator("#notice").inner_text() == "folder: is a folder"

@@ -8,8 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from playwright.sync_api import Browser
+import pytest
+from playwright.sync_api import Browser, Route
 
+from benchmarks.playground_times import served
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
 from tests.browser.opened_page import SIZE, Playground, percent, printed
 
@@ -62,3 +64,42 @@ def test_ctrl_c_ends_the_server():
         assert "http" in server.stdout.readline()
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 130
+
+
+def test_changes_while_python_loads_do_not_load_it_again(chromium: Browser, address: str):
+    page = chromium.new_page()
+    loads: list[Route] = []
+
+    def hold_first(route: Route) -> None:
+        loads.append(route)
+        if len(loads) > 1:
+            route.continue_()
+
+    page.route("**/package.zip", hold_first)
+    other = Playground(page, address)
+    other.open()
+    before = other.num_drawn
+    for value in ("11", "12"):
+        other.field("time-f").fill(value)
+    page.wait_for_timeout(2500)
+    assert len(loads) == 1
+    loads[0].continue_()
+    other.wait_for_drawing(before, 2)
+    page.wait_for_selector("#plot .point.b", state="attached")
+    page.close()
+
+
+def test_python_that_cannot_be_loaded_is_said(chromium: Browser, address: str):
+    page = chromium.new_page()
+    page.route("**/package.zip", lambda route: route.abort())
+    other = Playground(page, address)
+    other.open()
+    other.field("time-f").fill("11")
+    page.wait_for_selector("[data-pane=a] > .message:visible")
+    assert page.locator("[data-pane=a] > .message").inner_text() == "Python failed: Failed to fetch"
+    page.close()
+
+
+def test_an_error_while_the_page_is_served_ends_the_server():
+    with pytest.raises(ZeroDivisionError), served():
+        raise ZeroDivisionError

@@ -131,3 +131,44 @@ def test_the_buttons_of_a_schedule_stand_in_one_row(playground: Playground, widt
     assert len(tops) == 2
     assert abs(tops[0] - tops[1]) < 6
     page.set_viewport_size(size)
+
+
+def test_the_skip_link_keeps_the_settings(playground: Playground):
+    page = playground.page
+    playground.set("time-f", "12")
+    page.locator(".skip").press("Enter")
+    assert page.locator("#panes:focus").count() == 1
+    assert playground.field("time-f").input_value() == "12"
+    assert page.locator("#notice").is_hidden()
+
+
+def test_a_schedule_removed_while_it_is_planned_leaves_no_trace(playground: Playground):
+    page = playground.page
+    sizes = f"pipeline-size=16&num-microbatches=96&{'&'.join(flag.removeprefix('--') for flag in TIMES)}"
+    page.evaluate(
+        "fragment => { location.hash = fragment; }", f"{sizes}&a.schedule=1f1b&b.schedule=zb-v&b.memory-limit=15"
+    )
+    page.wait_for_selector("[data-pane=b].busy")
+    page.get_by_role("button", name="Remove schedule B").click()
+    before = playground.num_drawn
+    playground.field("pipeline-size").fill("4")
+    playground.field("num-microbatches").fill("8")
+    playground.wait_for_drawing(before)
+    expected = printed("simulate", "--schedule=1f1b", *SIZE, *TIMES)
+    page.wait_for_selector(f".figures dd:text-is('{expected['makespan']:.4g} ms')")
+    assert page.locator("#transport output").inner_text() == f"{expected['makespan']:.4g}"
+
+
+def test_copying_that_is_not_allowed_is_said(playground: Playground):
+    page = playground.page
+    page.evaluate("() => Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
+    page.get_by_role("button", name="Copy link").click()
+    page.wait_for_selector("#share:text-is('Copying is not allowed')")
+    page.wait_for_selector("#share:text-is('Copy link')")
+    page.evaluate("() => { delete navigator.clipboard; }")
+
+
+def test_a_size_below_two_is_one_message(playground: Playground):
+    playground.field("pipeline-size").fill("-4")
+    playground.page.wait_for_selector("[data-flag=pipeline-size] .message:visible")
+    assert playground.message("pipeline-size") == "must be at least 2, got -4"

@@ -39,6 +39,7 @@ def broken() -> nn.Module:
             "dense tensor",
         ),
         (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
+        (nn.ReLU, "layer 1 is the class ReLU: give ReLU(...) or LayerSpec(ReLU, ...)"),
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
         (
             nn.LazyLinear(4),

@@ -237,3 +237,15 @@ def test_a_gpu_other_than_the_current_one_is_refused(monkeypatch):
             connect_ranks(device="cuda:1")
     finally:
         dist.destroy_process_group()
+
+
+def test_training_in_inference_mode_is_refused():
+    def run(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4}
+        pipeline = pipeline_of(linears(4), nn.functional.mse_loss, interconnect, **arguments)
+        with torch.inference_mode():
+            pipeline.eval_batch((X, Y))
+            pipeline.train_batch((X, Y))
+
+    message = "torch.inference_mode() allows no gradients: train outside it"
+    assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2

@@ -153,7 +153,7 @@ class Pipeline(PartialModel):
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
-            self._late.run(self._load(batch), optimizer)
+            self._late.run(self._load_to_train(batch), optimizer)
         with torch.autocast(self.device.type, enabled=False):
             self._sum_gradients()
             self._late.step(optimizer, max_norm)
@@ -182,13 +182,18 @@ class Pipeline(PartialModel):
 
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
         self._validate()
-        loss = self._steps.train(self._load(batch), recorder)
+        loss = self._steps.train(self._load_to_train(batch), recorder)
         self._sum_gradients()
         return loss
 
     def _load(self, batch: Any) -> Load:
         self._agreement.check_open()
         return partial(microbatches_of, batch, self.num_microbatches, self.device)
+
+    def _load_to_train(self, batch: Any) -> Load:
+        if torch.is_inference_mode_enabled():
+            raise ValueError("torch.inference_mode() allows no gradients: train outside it")
+        return self._load(batch)
 
     def _sum_gradients(self) -> None:
         for tied in self._steps.tied:

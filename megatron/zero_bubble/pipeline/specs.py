@@ -146,6 +146,9 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
                     f"layer {index} ({class_name_of(layers[index])}) cannot be built: {one_line(error)}"
                 ) from error
     if not isinstance(layer, torch.nn.Module):
+        if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+            name = layer.__name__
+            raise ValueError(f"layer {index} is the class {name}: give {name}(...) or LayerSpec({name}, ...)")
         if not callable(layer):
             raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")
         layer = FunctionLayer(layer)

@@ -24,6 +24,10 @@ export function figure(value) {
   return Math.abs(digits) >= 1e6 || (digits && Math.abs(digits) < 1e-4) ? digits.toExponential() : String(digits);
 }
 
+/** The least and the greatest of numbers, which may be more than a function takes as arguments. */
+export const least = (values) => values.reduce((one, other) => Math.min(one, other), Infinity);
+export const greatest = (values) => values.reduce((one, other) => Math.max(one, other), -Infinity);
+
 /** A fraction as the command line prints it. */
 export const percent = (fraction) => `${(Math.round(fraction * 1e4) / 100).toFixed(2)}%`;
 
@@ -36,6 +40,17 @@ export function ticks(from, to, count) {
   const found = [];
   for (let k = Math.ceil(from / step - 1e-9); k * step <= to * (1 + 1e-9); k += 1) found.push(Number((k * step).toPrecision(12)));
   return found;
+}
+
+/** Copy a text, and say on the button whether the browser allows it; a page without HTTPS may not copy. */
+export async function copyText(button, label, text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = 'Copied';
+  } catch {
+    button.textContent = 'Copying is not allowed';
+  }
+  setTimeout(() => { button.textContent = label; }, 1500);
 }
 
 /** Save a file on the reader's disk. */

@@ -6,6 +6,7 @@ export class Stale extends Error {}
 /** One worker with Python. Of the questions with one `topic` only the newest is answered. */
 export class Engine {
   #worker = null;
+  #isReady = false;
   #running = null;
   #waiting = new Map();
 
@@ -22,11 +23,7 @@ export class Engine {
     return new Promise((resolve, reject) => {
       this.#waiting.get(topic)?.reject(new Stale());
       this.#waiting.set(topic, { topic, question, files, resolve, reject });
-      if (this.#running?.topic === topic) {
-        this.#running.reject(new Stale());
-        clearTimeout(this.#running.patience);
-        this.#running.patience = setTimeout(() => this.#replace(), PATIENCE);
-      }
+      if (this.#running?.topic === topic) this.#abandon();
       this.#next();
     });
   }
@@ -35,7 +32,14 @@ export class Engine {
   forget(topic) {
     this.#waiting.get(topic)?.reject(new Stale());
     this.#waiting.delete(topic);
-    if (this.#running?.topic === topic) this.#running.reject(new Stale());
+    if (this.#running?.topic === topic) this.#abandon();
+  }
+
+  /** Reject the running question; its worker is replaced if the answer takes long. */
+  #abandon() {
+    this.#running.reject(new Stale());
+    clearTimeout(this.#running.patience);
+    this.#running.patience = setTimeout(() => this.#replace(), PATIENCE);
   }
 
   #next() {
@@ -49,7 +53,11 @@ export class Engine {
 
   #start() {
     const worker = new Worker('worker.js', { type: 'module' });
-    worker.onmessage = ({ data }) => data.isReady || this.#settle('resolve', data);
+    this.#isReady = false;
+    worker.onmessage = ({ data }) => {
+      this.#isReady = true;
+      if (!data.isReady) this.#settle('resolve', data);
+    };
     worker.onerror = (event) => this.#settle('reject', new Error(event.message || 'Python could not be loaded'));
     return worker;
   }
@@ -63,6 +71,10 @@ export class Engine {
   }
 
   #replace() {
+    if (!this.#isReady) { // another worker would have to load Python again
+      this.#running.patience = setTimeout(() => this.#replace(), PATIENCE);
+      return;
+    }
     this.#worker?.terminate();
     this.#worker = null;
     this.#running = null;

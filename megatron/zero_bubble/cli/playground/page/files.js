@@ -20,9 +20,8 @@ async function rasterised(svg) {
   return new Promise((resolve) => { canvas.toBlob(resolve, 'image/png'); });
 }
 
-/** Call `opened(name, text)` for every file that is dropped on the page or chosen. */
+/** Call `opened(files)` when files are dropped on the page or chosen. */
 export function receiveFiles(opened) {
-  const receive = async (file) => file && opened(file.name, await file.text());
   let depth = 0;
   const show = (change) => {
     depth = change ? Math.max(0, depth + change) : 0;
@@ -36,10 +35,10 @@ export function receiveFiles(opened) {
     if (!hasFiles(event)) return;
     event.preventDefault();
     show(0);
-    receive(event.dataTransfer.files[0]);
+    opened([...event.dataTransfer.files]);
   });
   $('open').addEventListener('change', () => {
-    receive($('open').files[0]);
+    opened([...$('open').files]);
     $('open').value = '';
   });
 }

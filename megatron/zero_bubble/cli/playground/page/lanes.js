@@ -1,5 +1,5 @@
 // Draws a timeline on a canvas: a lane a rank, and below them the memory that each rank holds.
-import { figure, ticks } from './dom.js';
+import { figure, greatest, ticks } from './dom.js';
 
 export const LEFT = 46;
 const RIGHT = 10;
@@ -18,7 +18,7 @@ export class Scale {
     this.lane = lane(this.ranks);
     this.bottom = TOP + this.ranks * (this.lane + 2);
     this.curves = this.bottom + AXIS + GAP;
-    this.most = Math.max(0, ...picture.memory.flat().map(([, value]) => value));
+    this.most = Math.max(0, greatest(picture.memory.flat().map(([, value]) => value)));
     this.height = this.most > 0 ? this.curves + CURVES + 8 : this.bottom + AXIS;
   }
 

@@ -1,12 +1,12 @@
-import { $, h } from './dom.js';
+import { $, copyText, greatest, h, least } from './dom.js';
 import { Engine, Stale } from './engine.js';
 import { EXAMPLES } from './examples.js';
-import { SHARED } from './fields.js';
+import { OWN, SHARED } from './fields.js';
 import { receiveFiles, saveAs } from './files.js';
 import { idleTimes, Pane } from './pane.js';
 import { Plot } from './plot.js';
 import { Settings } from './settings.js';
-import { copy, fromFragment, resized, toFragment, words } from './state.js';
+import { copy, fromFragment, limitOf, resized, toFragment, words } from './state.js';
 import { View } from './view.js';
 
 const DELAY = 300; // milliseconds without a change after which the address and the plot follow
@@ -25,6 +25,7 @@ const times = new Map(); // schedule -> milliseconds that planning it took, for 
 const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const startState = () => ({ ...copy(start), files: {} });
 const KNOWN = new Set(['costs', ...SHARED.flatMap(({ fields }) => fields.map(({ flag }) => flag))]);
+const KNOWN_OF_PANE = new Set(['schedule', 'input', 'run', 'planned', ...OWN.map(({ flag }) => flag)]);
 let state = await stateOf(location.hash.slice(1));
 let pictures = [];
 let rounds = [0, 0]; // of each pane, how often its picture was asked for
@@ -46,11 +47,14 @@ for (const [kind, { fill, isDark }] of Object.entries(facts.colours)) {
 function changeShared(flag, value) {
   state.shared[flag] = value;
   const ranks = Number(value);
-  if (flag === 'pipeline-size' && ranks >= 2 && ranks <= 64) {
-    for (const name of Object.keys(state.shared)) state.shared[name] = resized(state.shared[name], name === 'time-comm' ? ranks - 1 : ranks);
-    for (const pane of state.panes) pane['memory-limit'] = resized(pane['memory-limit'], ranks);
-  }
+  if (flag === 'pipeline-size' && ranks >= 2 && ranks <= 64) resizeLists(ranks);
   update();
+}
+
+/** Fit all lists with a value for each rank to a number of ranks. */
+function resizeLists(ranks) {
+  for (const name of Object.keys(state.shared)) state.shared[name] = resized(state.shared[name], name === 'time-comm' ? ranks - 1 : ranks);
+  for (const pane of state.panes) pane['memory-limit'] = resized(pane['memory-limit'], ranks);
 }
 
 function changePane(k, flag, value) {
@@ -76,6 +80,10 @@ function rebuild() {
     save: (kind) => save(k, kind),
     remove: () => { state.panes.splice(k, 1); panes = []; update(); },
   }));
+  for (let k = panes.length; k < rounds.length; k += 1) { // nobody waits for the picture of a pane that was removed
+    rounds[k] += 1;
+    engine.forget(`picture ${k}`);
+  }
   pictures = pictures.slice(0, panes.length);
   errors = [];
   const add = h('button', { type: 'button', class: 'add', onclick: () => { state.panes.push({ schedule: 'zb-v' }); update(); } }, 'Compare with another schedule');
@@ -152,8 +160,7 @@ function draw(k, picture, isDraft) {
   const { schedule, generation_seconds: seconds } = picture.figures;
   const { 'pipeline-size': ranks, 'num-microbatches': microbatches } = state.shared;
   if (seconds && !isDraft && !isStart()) times.set(schedule, (1000 * seconds) / (ranks * microbatches));
-  const limit = Math.max(...String(state.panes[k]['memory-limit'] ?? '').split(',').map(Number));
-  panes[k].draw(pictures[k], limit);
+  panes[k].draw(pictures[k], limitOf(state.panes[k], entryOf(state.panes[k])));
   const shown = pictures.filter(Boolean);
   const most = Math.max(...shown.flatMap(idleTimes)) || 1;
   panes.filter(({ picture: known }) => known).forEach((each) => each.explain(most));
@@ -170,7 +177,7 @@ function prepared(picture) {
   const messages = picture.lanes.flatMap((lane, to) => lane.flatMap((op) => op.inputs.filter(([from]) => from !== to)
     .map(([from, position, arrives]) => ({ from, to, leaves: picture.lanes[from][position].end, arrives }))));
   return {
-    ...picture, messages, begin: Math.min(...ops.map(({ start: time }) => time)), end: Math.max(...ops.map(({ end }) => end)),
+    ...picture, messages, begin: least(ops.map(({ start: time }) => time)), end: greatest(ops.map(({ end }) => end)),
     hasMemory: picture.memory.flat().some(([, value]) => value > 0),
   };
 }
@@ -194,17 +201,24 @@ async function save(k, kind) {
   }).catch((error) => notify(error.message));
 }
 
-async function open(name, text) {
+async function openAll(files) {
   notify('');
-  const flags = await engine.ask('open', { what: 'opened', file: name }, { [name]: text }).catch((error) => ({ error: error.message }));
-  if (flags.error) return notify(`${name}: ${flags.error}`);
+  for (const file of files) await open(file.name, file).catch((error) => notify(`${file.name}: ${error.message}`));
+}
+
+async function open(name, file) {
+  const text = await file.text();
+  const flags = await engine.ask('open', { what: 'opened', file: name }, { [name]: text });
+  if (flags.error) throw new Error(flags.error);
   state.files[name] = text;
+  resizeLists(flags['pipeline-size']);
   for (const size of ['pipeline-size', 'num-microbatches']) if (flags[size]) state.shared[size] = String(flags[size]);
   if (flags.costs) state.shared.costs = name;
+  if (flags.costs && state.panes.every(({ run }) => run)) state.panes = state.panes.map((_, k) => ({ schedule: start.panes[k].schedule }));
   if (flags.placement) state.panes = [{ schedule: 'auto', 'num-chunks': String(flags['num-chunks']), placement: flags.placement }];
   if (flags.input) state.panes[0] = { input: name };
   if (flags.run) state.panes = [{ run: name }, { run: name, planned: true }];
-  return update();
+  update();
 }
 
 function notify(message) {
@@ -215,8 +229,15 @@ function notify(message) {
 /** The state that a link holds; of a damaged one what the page begins with or the settings that it knows, and a message. */
 async function stateOf(fragment) {
   const held = await fromFragment(fragment).catch(() => null);
-  const unknown = Object.keys(held?.shared ?? {}).filter((flag) => !KNOWN.has(flag));
-  for (const flag of unknown) delete held.shared[flag];
+  const unknown = [];
+  const keep = (flags, known, prefix) => {
+    for (const flag of Object.keys(flags).filter((name) => !known.has(name))) {
+      unknown.push(`${prefix}${flag}`);
+      delete flags[flag];
+    }
+  };
+  keep(held?.shared ?? {}, KNOWN, '');
+  held?.panes.forEach((pane, k) => keep(pane, KNOWN_OF_PANE, `${LETTERS[k]}.`));
   if (fragment && !held) notify('This link is damaged, so the page shows what it begins with.');
   else notify(unknown.length ? `This link has settings that the page does not know and leaves out: ${unknown.join(', ')}.` : '');
   return held ?? startState();
@@ -237,9 +258,11 @@ $('examples').addEventListener('change', () => {
 $('share').addEventListener('click', async () => {
   const fragment = await toFragment(state);
   if (fragment === null) return notify('The files are too long for a link: send the files.');
-  await navigator.clipboard.writeText(`${location.origin}${location.pathname}#${fragment}`);
-  $('share').textContent = 'Copied';
-  return setTimeout(() => { $('share').textContent = 'Copy link'; }, 1500);
+  return copyText($('share'), 'Copy link', `${location.origin}${location.pathname}#${fragment}`);
+});
+document.querySelector('.skip').addEventListener('click', (event) => { // the address holds the settings
+  event.preventDefault();
+  $('panes').focus();
 });
 $('theme').addEventListener('click', () => {
   const { theme } = document.documentElement.dataset;
@@ -264,5 +287,5 @@ addEventListener('keydown', (event) => {
   keys[event.key]();
 });
 loaded.then(() => panes.forEach((pane) => pane.wait(waitsFor())));
-receiveFiles(open);
+receiveFiles(openAll);
 update();

@@ -1,4 +1,4 @@
-import { figure, h, percent } from './dom.js';
+import { copyText, figure, h, percent } from './dom.js';
 import { Drawing } from './drawing.js';
 import { Field, OWN, UNIT } from './fields.js';
 import { applies, words } from './state.js';
@@ -33,11 +33,7 @@ export class Pane {
     this.save = h('select', { class: 'save', 'aria-label': 'Save', onchange: () => { save(this.save.value); this.save.value = ''; } },
       h('option', { value: '' }, 'Save…'), saves.map(([value, text]) => h('option', { value }, text)));
     this.remove = h('button', { type: 'button', class: 'icon', 'aria-label': `Remove schedule ${letter.toUpperCase()}`, onclick: remove }, '×');
-    const copied = h('button', { type: 'button', onclick: async () => {
-      await navigator.clipboard.writeText(this.command.textContent);
-      copied.textContent = 'Copied';
-      setTimeout(() => { copied.textContent = 'Copy'; }, 1500);
-    } }, 'Copy');
+    const copied = h('button', { type: 'button', onclick: () => copyText(copied, 'Copy', this.command.textContent) }, 'Copy');
     this.more = h('button', { type: 'button', 'aria-expanded': 'false', onclick: () => this.#unfold(this.rare.hidden) }, 'More');
     this.rare = h('div', { class: 'rare', hidden: true },
       h('div', { class: 'own' }, this.fields.filter(({ about }) => about.rare).map(({ element }) => element)),

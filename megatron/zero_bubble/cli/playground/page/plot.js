@@ -1,7 +1,7 @@
 import { figure, h, percent, ticks } from './dom.js';
 import { Stale } from './engine.js';
 import { UNIT } from './fields.js';
-import { words } from './state.js';
+import { limitOf, words } from './state.js';
 
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [52, 16, 14, 38, 250];
 const LETTERS = 'ab';
@@ -11,7 +11,7 @@ const WAYS = { keep: 'keep everything', drop: 'recompute', offload: 'copy to the
 /** The bubble of each planned schedule over its memory limit, which can be dragged; or, as a dial, the time of the first
  * of them over its time with enough memory, by what it may do with activations. */
 export class Plot {
-  #known = new Map(); // command line without its limit -> limit -> point
+  #known = new Map(); // command line without its limit, text of its costs -> limit -> point
   #round = 0;
 
   constructor(host, engine, ready, facts, changed) {
@@ -30,7 +30,7 @@ export class Plot {
   /** Plot the schedules of this state, as far as they are known. */
   show(state, pictures) {
     Object.assign(this, { state, pictures });
-    this.ranks = Number(state.shared['pipeline-size']) || 2;
+    this.ranks = Math.max(2, Number(state.shared['pipeline-size']) || 2);
     this.svg.parentElement.hidden = state.panes.every(({ run }) => run);
     const panes = state.panes.map((pane, k) => this.#series(pane, k));
     const first = panes.find(({ isPlanned }) => isPlanned);
@@ -38,6 +38,7 @@ export class Plot {
     const ways = first && this.dial.checked ? Object.entries(this.facts.ways) : null;
     this.series = ways?.map(([way, flags]) => ({ ...this.#series({ ...first.pane, recompute: '', offload: '', ...flags }, first.k), way })) ?? panes;
     this.heading.textContent = ways ? `Time of ${first.pane.schedule} over memory limit, in M_B` : 'Bubble over memory limit, in M_B';
+    this.svg.setAttribute('aria-label', this.heading.textContent);
     this.legend.replaceChildren(...(ways ?? []).map(([way]) => h('li', { class: way }, h('i'), WAYS[way])));
     this.draw();
   }
@@ -47,7 +48,7 @@ export class Plot {
     const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
     const isPlanned = Boolean(entry?.takesLimit && !entry.isSlow && !pane.input && !pane.run);
     const flags = isPlanned ? words(this.state, { ...pane, 'memory-limit': '' }, entry) : null;
-    return { k, pane, isPlanned, flags, limits: this.facts.limits[pane.recompute || pane.offload ? 'recomputing' : 'keeping'] };
+    return { k, pane, isPlanned, flags, limit: limitOf(pane, entry), limits: this.facts.limits[pane.recompute || pane.offload ? 'recomputing' : 'keeping'] };
   }
 
   /** Compute what is not known yet, in the background. */
@@ -78,7 +79,7 @@ export class Plot {
   }
 
   #points(flags, way = '') {
-    const key = [...flags, way].join(' ');
+    const key = [...flags, way, this.state?.files[this.state.shared.costs]].join(' ');
     if (!this.#known.has(key)) this.#known.set(key, new Map());
     return this.#known.get(key);
   }
@@ -93,7 +94,8 @@ export class Plot {
     const curves = known.map((one) => ({ ...one, points: one.points.map((point) => ({ ...point, value: isDial ? point.time / shortest - 1 : point.lost })) }));
     const drawn = this.pictures.map((picture) => picture?.figures);
     const most = Math.min(isDial ? 1 : Infinity, 1.1 * Math.max(0.05, ...curves.flatMap(({ points }) => points.map(({ value }) => value)), ...drawn.map((figures) => (isDial ? 0 : figures?.lost ?? 0))));
-    const widest = Math.max(this.facts.limits.keeping.at(-1) * this.ranks, ...this.series.map(({ pane }) => limitOf(pane) ?? 0));
+    const peaks = drawn.map((figures) => (figures?.lost === undefined ? 0 : Math.max(...figures.peak_memory)));
+    const widest = Math.max(this.facts.limits.keeping.at(-1) * this.ranks, ...this.series.map(({ limit }) => limit ?? 0), ...peaks);
     this.x = (limit) => LEFT + (limit / widest) * (width - LEFT - RIGHT);
     this.y = (value) => HEIGHT - BOTTOM - (Math.min(value, most) / most) * (HEIGHT - TOP - BOTTOM);
     this.limitAt = (x) => ((x - LEFT) / (width - LEFT - RIGHT)) * widest;
@@ -133,14 +135,14 @@ export class Plot {
   }
 
   /** The handle of a limit that can be dragged; of other schedules, where they are. */
-  #mark({ k, pane, isPlanned }, figures, widest) {
+  #mark({ k, limit: given, isPlanned }, figures, widest) {
     if (!figures?.peak_memory || figures.lost === undefined) return [];
     const letter = LETTERS[k];
     const peak = Math.max(...figures.peak_memory);
     const y = this.y(figures.lost);
     const badge = (x) => [h('circle', { class: `mark ${letter}`, cx: x, cy: y, r: 11 }), h('text', { class: 'letter', x, y: y + 4, 'text-anchor': 'middle' }, letter.toUpperCase())];
     if (!isPlanned) return [h('g', {}, title(`${figures.schedule}: ${percent(figures.lost)} in ${figure(peak)} M_B`), badge(this.x(peak)))];
-    const limit = limitOf(pane) ?? peak;
+    const limit = given ?? peak;
     const x = this.x(limit);
     const set = (value) => this.changed(k, String(Math.max(0.25, Math.min(widest, Math.round(value * 4) / 4))));
     const steps = { ArrowLeft: -0.25, ArrowDown: -0.25, ArrowRight: 0.25, ArrowUp: 0.25, PageDown: -1, PageUp: 1 };
@@ -165,11 +167,6 @@ export class Plot {
 
 /** Of all curves every fourth limit is computed first, and then those between. */
 const FINENESS = [(k) => k % 4 === 0, (k) => k % 4 === 2, (k) => k % 2 === 1];
-
-const limitOf = (pane) => {
-  const values = String(pane['memory-limit'] ?? '').split(',').map(Number).filter((value) => value > 0);
-  return values.length ? Math.max(...values) : null;
-};
 
 const title = (text) => {
   const element = document.createElementNS('http://www.w3.org/2000/svg', 'title');

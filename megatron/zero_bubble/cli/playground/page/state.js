@@ -19,6 +19,13 @@ export function applies(flag, pane, entry) {
   return true;
 }
 
+/** The memory limit of a schedule, of several ranks the largest; null if it has none. */
+export function limitOf(pane, entry) {
+  if (!applies('memory-limit', pane, entry)) return null;
+  const values = String(pane['memory-limit'] ?? '').split(',').map(Number).filter((value) => value > 0);
+  return values.length ? Math.max(...values) : null;
+}
+
 /** The command line of one schedule. */
 export function words(state, pane, entry) {
   const { costs, ...shared } = state.shared;

@@ -45,6 +45,7 @@ export class View {
     [this.#begin, this.#end] = [begin, end > begin ? end : begin + 1];
     if (this.at !== null) this.at = Math.min(this.at, this.#end);
     if (isFitted || this.from >= this.#end) [this.from, this.to] = [this.#begin, this.#end];
+    this.to = Math.min(this.to, this.#end);
     this.#tell();
     this.changed();
   }

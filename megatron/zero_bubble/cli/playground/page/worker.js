@@ -2,7 +2,7 @@
 import { startPython } from './python.mjs';
 
 const ready = start();
-ready.then(() => self.postMessage({ isReady: true }));
+ready.then(() => self.postMessage({ isReady: true }), () => {}); // each question is answered with the error
 
 async function start() {
   const [archive, snapshot] = await Promise.all([bytes('package.zip'), bytes('python.snapshot')]);
@@ -27,7 +27,11 @@ async function bytes(file) {
 }
 
 self.onmessage = async ({ data: { question, files } }) => {
-  const { python, answer } = await ready;
-  for (const [name, text] of Object.entries(files)) python.FS.writeFile(name, text);
-  self.postMessage(JSON.parse(answer(JSON.stringify(question))));
+  try {
+    const { python, answer } = await ready;
+    for (const [name, text] of Object.entries(files)) python.FS.writeFile(name, text);
+    self.postMessage(JSON.parse(answer(JSON.stringify(question))));
+  } catch (error) {
+    self.postMessage({ error: `Python failed: ${error.message.trim().split('\n').at(-1)}`, flag: 'schedule' });
+  }
 };
