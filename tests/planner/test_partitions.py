@@ -1,6 +1,7 @@
 """Partitions whose busiest rank ends early."""
 
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -98,3 +99,34 @@ def test_where_activations_exceed_a_limit_layers_leave_the_full_rank() -> None:
     assert balanced_partition(Balance(costs, linear, 8)) == (3, 3)
     assert balanced_partition(Balance(costs, linear, 8, limits=(6, 6))) == (2, 4)
     assert balanced_partition(Balance(costs, linear, 8, limits=(7 - 1e-12, 3))) == (3, 3)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_partition_is_found_where_one_fits_barely(seed: int) -> None:
+    """The best of all partitions of a random model has 2% of its fullest rank to spare."""
+    generator = Random(seed)
+    placement = PLACEMENTS[seed % 3]
+    num_layers = placement.num_stages + 4
+
+    def unit() -> UnitCosts:
+        time, memory, state = (generator.uniform(*limits) for limits in ((0.3, 2), (1, 6), (0, 20)))
+        return UnitCosts(time, time, time, memory, -memory / 2, -memory / 2, state=state)
+
+    costs = ModelCosts(unit(), tuple(unit() for _ in range(num_layers)), unit())
+    counts = product(range(num_layers + 1), repeat=placement.num_stages)
+    several = [part for part in counts if sum(part) == num_layers and all(part[1:-1])]
+    least = min(max(placement.sums(needed(costs, part))) for part in several)
+    balance = Balance(costs, placement, 8, room=1.02 * least)
+    found = balanced_partition(balance)
+    assert found is not None
+    assert balance.excess(found) == 0
+    assert balance.time(found) <= 1.05 * min(balance.time(part) for part in several if balance.excess(part) == 0)
+
+
+def needed(costs: ModelCosts, partition: tuple[int, ...]) -> list[float]:
+    """Stage -> memory of its states and of one microbatch."""
+    units = iter(costs.layers)
+    stages = [[next(units) for _ in range(number)] for number in partition]
+    stages[0].append(costs.embedding)
+    stages[-1].append(costs.output)
+    return [sum(unit.state + unit.memory_f for unit in stage) for stage in stages]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from math import inf
 from operator import mul, sub
+from random import Random
 
 from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.ir import Placement
@@ -21,6 +23,13 @@ HOLDING_WEIGHT = 0.1
 ALIKE = 1.005
 """Plans that take at most `ALIKE` times as long as the fastest plan count as equally fast, because measured costs have
 errors. Among equally fast plans, the plan with the most even partition is chosen."""
+
+KICK = 3
+"""Number of random moves of single layers before the search for a partition starts again."""
+RESTARTS, LEAST_RESTARTS = 60, 4
+"""Largest and least number of restarts of the search if the best partition regardless of memory does not fit."""
+_MOVES_OF_RESTARTS = 20_000
+"""Number of moves of single layers, over all restarts, that bounds the restarts for many stages."""
 
 
 class Balance:
@@ -64,6 +73,12 @@ class Balance:
         self._memory = _Sums(model, lambda unit: unit.memory_f)
         self._restored = _Sums(model, lambda unit: any_r * unit.memory_r)
         self._blocks = _Sums(model, lambda unit: in_blocks * unit.num_blocks)
+
+    def without_limits(self) -> Balance:
+        """The same estimates for ranks with unlimited memory."""
+        unlimited = copy(self)
+        unlimited.room, unlimited.limits = inf, [inf] * self.placement.num_ranks
+        return unlimited
 
     @property
     def least_layers(self) -> Partition:
@@ -194,7 +209,9 @@ def unevenness(partition: Partition) -> tuple[int, Partition]:
 def balanced_partition(balance: Balance) -> Partition | None:
     """The best partition found by moving single layers; None if the model has too few layers.
 
-    The moves start from two partitions: stages with equal numbers of layers, and stages with equal work.
+    The moves start from two partitions: stages with equal numbers of layers, and stages with equal work. If the best
+    partition regardless of memory does not fit, the search moves layers within the memory limits, and again from random
+    changes of the best partition (iterated local search).
     """
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
@@ -202,12 +219,36 @@ def balanced_partition(balance: Balance) -> Partition | None:
         return None
     few, more = divmod(num_layers - sum(least), num_stages)
     even = tuple(fewest + few + (stage < more) for stage, fewest in enumerate(least))
-    best: Partition | None = None
-    for partition in dict.fromkeys((even, balance.equal_work)):
+    starts = list(dict.fromkeys((even, balance.equal_work)))
+    best = _best_from(balance.without_limits(), starts)
+    if balance.excess(best) == 0:
+        return best
+    fastest, generator = balance.time(best), Random(0)
+    best = _best_from(balance, [*starts, best])
+    for _ in range(max(LEAST_RESTARTS, min(RESTARTS, _MOVES_OF_RESTARTS // num_stages**2))):
+        excess, time, _ = balance.order(best)
+        if excess == 0 and time <= fastest * ALIKE:
+            break
+        best = _best_from(balance, [_changed(balance, best, generator)], best)
+    return best
+
+
+def _changed(balance: Balance, partition: Partition, generator: Random) -> Partition:
+    """Make `KICK` random moves of single layers."""
+    for _ in range(KICK):
+        moves = list(moves_from(balance, partition, range(len(partition))))
+        partition = generator.choice(moves) if moves else partition
+    return partition
+
+
+def _best_from(balance: Balance, starts: Sequence[Partition], best: Partition | None = None) -> Partition:
+    """The best of the partition `best` and the partitions that moves of single layers reach from `starts`."""
+    for partition in starts:
         partition = _improved(balance, partition, lambda now: balance.stages_of[balance.busiest(now)])
-        partition = _improved(balance, partition, lambda now: range(num_stages), within_rank=True)
+        partition = _improved(balance, partition, lambda now: range(len(now)), within_rank=True)
         if best is None or _is_less(balance.order(partition), balance.order(best)):
             best = partition
+    assert best is not None
     return best
 
 
