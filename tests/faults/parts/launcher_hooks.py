@@ -21,7 +21,7 @@ FAULTS = (
         old="""            sums, names = call["total_loss_dict"], list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
             for name in names:
-                if name in sums:
+                if is_printed and name in sums:
                     sums[name] = _mean_over_replicas(sums[name])""",
         new="""            names = list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}""",
