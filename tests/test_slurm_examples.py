@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from benchmarks.train import PeerFlags
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.layers import layers_of_layout
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
@@ -128,3 +131,10 @@ def test_the_examples_set_what_keeps_a_step_free_of_waits_for_the_device(tmp_pat
         command = ["bash", "-euc", code]
         result = subprocess.run(command, cwd=ROOT, env={**environment, **given}, capture_output=True, text=True)
         assert result.stdout.startswith(expected), result.stderr
+
+
+def test_the_comparison_gives_the_benchmark_flags_that_it_has():
+    before, command = (EXAMPLES / "compare.sbatch").read_text().split("python -m benchmarks.train")
+    flags = re.findall(r"--[a-z-]+\b", command.split(" -- ")[0] + before.split("CHOSEN=()")[1])
+    assert "--schedule" in flags
+    assert {*flags} <= {flag_name(field.name) for field in fields(PeerFlags)}

@@ -63,6 +63,34 @@ def test_a_message_takes_as_long_as_its_sender_computes_if_it_leaves_only_then(m
     assert min(edges[0] for edges in measured(while_computing=True)) > 40
 
 
+class Slow:
+    """Buffers messages, as a socket does: each takes 20 ms on the wire, one after the other."""
+
+    def __init__(self, network: InMemoryNetwork, rank: int) -> None:
+        self._end, self._wire = network.communicator(rank), ThreadPoolExecutor(1)
+        self.receive = self._end.receive
+
+    def send(self, tensor: torch.Tensor, peer: int) -> SimpleNamespace:
+        def deliver() -> None:
+            time.sleep(0.02)
+            self._end.send(tensor, peer).wait()
+
+        self._wire.submit(deliver)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_message_does_not_wait_for_an_earlier_one_on_a_slow_wire(monkeypatch):
+    monkeypatch.setattr(message_times, "_compute", lambda device: None)
+    network, placement = InMemoryNetwork(2), Placement("linear", 2)
+
+    def measure(rank: int) -> list[float]:
+        end = Slow(network, rank)
+        return [measure_edges(end, placement, rank, SPEC, while_computing=busy)[0] for busy in (False, True)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(busy < 1.4 * idle for idle, busy in pool.map(measure, range(2)))
+
+
 def test_a_collective_is_measured_on_the_rank_that_waits(one_rank):
     collectives = InMemoryCollectives(InMemoryNetwork(1), 0, 1)
     lane = ThreadLane(collectives.close)

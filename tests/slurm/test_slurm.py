@@ -130,4 +130,3 @@ def test_schedules_are_compared_in_one_allocation(cluster: Cluster, tmp_path: Pa
     results = json.loads((tmp_path / "logs" / "comparison.txt").read_text())
     assert "zb-h1" in json.dumps(results)
     assert "megatron-core 1F1B" in json.dumps(results)
-    assert (tmp_path / "logs" / "comparison.svg").exists()
