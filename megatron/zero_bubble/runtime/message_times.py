@@ -71,8 +71,8 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
     idle = statistics.median(trips) / 2
     if not busy:
         return idle
-    # The rank that waits has received the last message. The other rank's last message may still be on its way, and would
-    # delay the rank's next message; so the ranks change places only once, and that measurement is not used.
+    # A message of the rank that computes may still be on its way, and would delay the next message of this rank. So the
+    # ranks change places only once, and the first measurement after that does not count.
     for number in range(2 * _BUSY_TRIPS):
         if begins is (number < _BUSY_TRIPS):
             answer = communicator.receive(peer, spec)
