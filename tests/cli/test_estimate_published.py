@@ -58,7 +58,9 @@ def paper_job(name: str) -> EstimatedJob:
     return job(*map(str, flags), tool=tool)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("1.5B", "28.3B") else pytest.mark.exhaustive) for name in PAPER]
+)
 def test_memory_is_within_6_percent_of_the_papers(name):
     measured = PAPER[name]["peak_memory_GB"]
     found = {schedule: max(estimate(paper_job(name), schedule).total_bytes) / 1e9 for schedule in measured}

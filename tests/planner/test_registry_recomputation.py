@@ -146,7 +146,7 @@ PUBLISHED = StageCosts.uniform(8, 18.5, 18.1, 9.3, 0.6, time_r=18, memory_r=15 /
 
 
 @pytest.mark.parametrize(("costs", "m"), [(EQUAL, 16), (PUBLISHED, 24)], ids=["equal", "published"])
-@pytest.mark.parametrize("multiple", [0.6, 0.8])
+@pytest.mark.parametrize("multiple", [0.6, pytest.param(0.8, marks=pytest.mark.exhaustive)])
 def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_dropping_everything(costs, m, multiple):
     limit = multiple * max(one_f_one_b_peaks(Placement("linear", 8), costs, m))
     kept, full, planned = (
@@ -158,7 +158,7 @@ def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_droppin
     assert 0 < num_recomputed(planned.schedule) < num_recomputed(full.schedule)
 
 
-@pytest.mark.parametrize("multiple", [0.6, 0.8])
+@pytest.mark.parametrize("multiple", [0.6, pytest.param(0.8, marks=pytest.mark.exhaustive)])
 def test_in_a_v_planned_takes_a_shorter_iteration_than_keeping_and_than_dropping_everything(multiple):
     costs = StageCosts.uniform(8, 9.25, 9.05, 4.65, 0.3, 0.5, -0.25, -0.25, time_r=9, memory_r=15 / 32)
     kept, full, planned = (
