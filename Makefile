@@ -4,7 +4,7 @@
 #   make compare     train it in turn with megatron-core's schedules and with ours, and compare times and losses
 #   make examples    train plain PyTorch layers, AlexNet on photographs and a Hugging Face Llama on two pipeline ranks,
 #                    and compare each with one process
-#   make test        the tests of every feature, in about eight minutes on two cores
+#   make test        the tests of every feature, in about 14 minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
 #   make test-all    both
 #   make playground  a page that draws any schedule as it runs, served to your browser
