@@ -71,19 +71,22 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
     idle = statistics.median(trips) / 2
     if not busy:
         return idle
-    # A message of the rank that computes may still be on its way, and would delay the next message of this rank. So the
-    # ranks change places only once, and the first measurement after that does not count.
+    # After each measurement, the rank that computed sends one more message, so that the next measurement starts when that
+    # rank is ready and no message is on its way. Where the ranks change places, this message still is on its way, so
+    # the measurement does not count.
     for number in range(2 * _BUSY_TRIPS):
         if begins is (number < _BUSY_TRIPS):
             answer = communicator.receive(peer, spec)
             with _timed([] if number == _BUSY_TRIPS else waits, spec.device):
                 communicator.send(message, peer).wait()
                 answer.wait()
+            communicator.receive(peer, spec).wait()
         else:
             communicator.receive(peer, spec).wait()
             pending = communicator.send(message, peer)
             _compute(spec.device)
             pending.wait()
+            communicator.send(message, peer).wait()
     return max(idle, statistics.fmean(waits) - idle)
 
 
