@@ -52,7 +52,7 @@ def test_a_large_job_is_planned_quickly_unless_a_schedule_is_named(capsys, monke
     rows = {row["schedule"]: row for row in quick["schedules"]}
     for row in [*full["schedules"], full["layout"]]:
         other = quick["layout"] if row is full["layout"] else rows[row["schedule"]]
-        # Of layouts that differ by less than 2% the simplest is chosen, so that a shorter plan may change the choice.
+        # The simplest layout is chosen among layouts within 2% of the fastest, so a shorter plan may change the choice.
         assert other["iteration_ms"] == pytest.approx(row["iteration_ms"], rel=0.04 if row is full["layout"] else 0.02)
         assert other["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=0.02)
     output = lines_of(capsys, *flags)

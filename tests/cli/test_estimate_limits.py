@@ -38,7 +38,7 @@ def test_auto_is_planned_under_the_limit_of_the_job(capsys):
 
 
 def test_auto_takes_what_a_job_would_find_free(capsys):
-    """Every rank may take nine tenths of what the fullest one has free."""
+    """The limit of every rank is nine tenths of the free memory of the fullest rank."""
     said, note = planned(capsys, "--zero-bubble", LIMIT, "auto")
     cluster = said.job.cluster
     assert said.limit == int(0.9 * (cluster.device_memory - cluster.reserved_memory - max(said.state_bytes)))

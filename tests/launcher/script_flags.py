@@ -16,7 +16,7 @@ GO_ON = ("--train-iters", "6")
 
 
 def script_arguments(**changed: object) -> Namespace:
-    """What Megatron-LM's `get_args()` gives, as far as it is read."""
+    """The values of Megatron-LM's `get_args()` that the launcher reads."""
     settings = Namespace(num_layers=8, hidden_size=32, num_attention_heads=4, seq_length=16, micro_batch_size=1)
     settings.global_batch_size, settings.rampup_batch_size, settings.data_parallel_size = 8, None, 1
     settings.world_size, settings.rank, settings.tensor_model_parallel_size = 4, 0, 1

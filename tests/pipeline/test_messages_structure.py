@@ -1,4 +1,4 @@
-"""What layers return reaches the next stage under its name, or is refused in one line on all ranks."""
+"""The values that a layer returns reach the next stage under their names, or all ranks refuse them in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in arguments, batches and calls of a pipeline are one line on all ranks, and no rank waits for another."""
+"""A mistake in arguments, batches or calls of a pipeline ends in one line on all ranks; no rank waits for another."""
 
 from __future__ import annotations
 

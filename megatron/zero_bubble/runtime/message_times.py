@@ -71,9 +71,9 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
     idle = statistics.median(trips) / 2
     if not busy:
         return idle
-    # After each measurement, the rank that computed sends one more message, so that the next measurement starts when
-    # that rank is ready and no message is on its way. When the ranks change places, this message is still
-    # on its way, so the measurement does not count.
+    # After each measurement, the rank that computed sends one more message. The other rank receives this message before
+    # it starts the next measurement, so that the peer is ready and no message is in flight. The first measurement after
+    # the ranks change places does not count, because a message may still be in flight.
     for number in range(2 * _BUSY_TRIPS):
         if begins is (number < _BUSY_TRIPS):
             answer = communicator.receive(peer, spec)
