@@ -73,7 +73,7 @@ def test_memory_is_within_6_percent_of_the_papers(name):
     ids=["DeepSeek-V3", "Llama 3.1 405B", "Qwen3-235B"],
 )
 def test_published_models_have_their_parameters_and_operations(model, billions, active):
-    """For each token, F computes two operations per active parameter outside the embedding, and attention's products."""
+    """For each token, F computes two operations per active parameter outside the embedding, and attention."""
     estimated = job(*model.split(), *BF16.split(), tool=["--world-size", "1024"])
     assert sum(unit.whole for unit in estimated.count.units) / 1e9 == pytest.approx(billions, rel=1e-4)
     args = estimated.args

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
-from megatron.zero_bubble.session.environment import check_num_ranks
+from megatron.zero_bubble.session.environment import check_batch_size, check_num_ranks
 from megatron.zero_bubble.session.flag_parser import flag, make_parser, parse_flags, take_flags
 from megatron.zero_bubble.session.flags import (
     ParallelFlags,
@@ -193,11 +193,8 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
             "data_parallel_size": replicas,
             "global_batch_size": step if shape.global_batch_size is None else shape.global_batch_size,
         }
-        if known["global_batch_size"] % step and not names.intersection(_OTHER_BATCHES):
-            raise ValueError(
-                f"--global-batch-size {shape.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{shape.micro_batch_size} x {replicas} data-parallel replicas = {step}"
-            )
+        if not names.intersection(_OTHER_BATCHES):
+            check_batch_size(known["global_batch_size"], shape.micro_batch_size, replicas)
         job = flags_of(given, flags, **known)
         if job.global_batch_size % step == 0:
             job = replace(job, model_chunks=chunks_of_flags(job))

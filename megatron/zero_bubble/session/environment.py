@@ -107,6 +107,16 @@ def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchr
         )
 
 
+def check_batch_size(batch_size: int, micro_batch_size: int, num_replicas: int) -> None:
+    """Raise `ValueError` unless a global batch of `batch_size` sequences consists of whole microbatches."""
+    step = micro_batch_size * num_replicas
+    if batch_size % step:
+        raise ValueError(
+            f"--global-batch-size {batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x "
+            f"{num_replicas} data-parallel replicas = {step}"
+        )
+
+
 def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
     """Refuse settings that can make messages on the device hang; messages through host memory work with every setting.
 

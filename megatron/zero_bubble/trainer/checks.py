@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.session.environment import check_device_found, check_devices, check_num_ranks
+from megatron.zero_bubble.session.environment import (
+    check_batch_size,
+    check_device_found,
+    check_devices,
+    check_num_ranks,
+)
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
@@ -261,18 +266,19 @@ def _check_replicas(args: Arguments) -> None:
 
 def _check_batches(args: Arguments) -> None:
     sequences, replicas, whole = args.micro_batch_size, args.data_parallel_size, args.global_batch_size
-    step = sequences * replicas
-    explanation = f"--micro-batch-size {sequences} x {replicas} data-parallel replicas = {step}"
-    if whole % step:
-        raise ValueError(f"--global-batch-size {whole} is not a multiple of {explanation}")
+    check_batch_size(whole, sequences, replicas)
     if args.rampup_batch_size is None:
         return
     start, increment, samples = args.rampup_batch_size
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
     if min(start, increment, samples) < 1:
         raise ValueError(f"{ramp}: all three numbers must be at least 1")
+    step = sequences * replicas
     if start % step or increment % step:
-        raise ValueError(f"{ramp}: start and increment must be multiples of {explanation}")
+        raise ValueError(
+            f"{ramp}: start and increment must be multiples of --micro-batch-size {sequences} x {replicas} "
+            f"data-parallel replicas = {step}"
+        )
     if whole <= start or (whole - start) % increment:
         raise ValueError(f"{ramp}: {start} plus a multiple of {increment} is not --global-batch-size {whole}")
 
