@@ -33,6 +33,11 @@ def _moves_of(graph: OrderGraph) -> OrderMoves:
     return OrderMoves(graph.problem, graph, keeps_forwards=False)
 
 
+def _times(graph: OrderGraph) -> tuple[float, float, list[list[tuple[float, float]]]]:
+    """The cost, the value that decides between equal costs, and start time and critical path of every operation."""
+    return graph.cost, graph.tie, [[(graph.start[op], graph.tail[op]) for op in lane] for lane in graph.lanes]
+
+
 def _parts(problem: Problem, words: str, moved: str, before: str) -> set[str]:
     """The orders after a move of one operation to another operation, and after the repairs that fit in memory.
 
@@ -53,10 +58,12 @@ def _parts(problem: Problem, words: str, moved: str, before: str) -> set[str]:
     part = [numbers[moved], *lane[first : end - 1]]
     found = set()
     for move in moves.fitting(Move(0, numbers[moved], first, end, part)):
-        undo = moves.apply(move)
-        found.add(" ".join(names[op].lower() if op in graph.dropped else names[op] for op in graph.lanes[0]))
-        moves.apply(undo)
-    assert lane == graph.lanes[0]
+        moves = _moves_of(OrderGraph(problem, [codes]))
+        assert moves.graph.evaluate()
+        assert moves.apply(move)
+        found.add(
+            " ".join(names[op].lower() if op in moves.graph.dropped else names[op] for op in moves.graph.lanes[0])
+        )
     return found
 
 
@@ -121,14 +128,19 @@ def test_every_move_keeps_the_order_valid_and_within_the_limits_and_can_be_undon
     for move in list(chain.from_iterable(map(moves.fitting, moves.possible()))):
         estimate = graph.longest_through(move.rank, move.first, move.end, move.part)
         assert estimate <= before[3] + sum(map(sum, costs.times().values())) * m
-        undo = moves.apply(move)
-        if graph.evaluate():
+        if moves.apply(move):
+            anew = OrderGraph(problem, graph.orders())
+            assert anew.evaluate()
+            assert _times(graph) == _times(anew)
             schedule = schedule_of_orders(problem, graph.orders())
             checked(schedule, costs)
             for peak, limit in zip(peak_memory(schedule, costs), problem.limits, strict=True):
                 assert peak <= limit * (1 + 1e-9)
-        moves.apply(undo)
+        else:
+            assert (graph.lanes, graph.dropped, graph.allocation, graph.cost) == before
+        graph.restore(before[0])
         assert graph.evaluate()
+        moves.measure()
         assert (graph.lanes, graph.dropped, graph.allocation, graph.cost) == before
 
 

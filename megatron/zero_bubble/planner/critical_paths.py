@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.codes import Order
@@ -43,16 +44,18 @@ class OrderGraph:
         self.needs, self.users = _dependencies(problem.links, end, m)
         self.recomputations = range(codes.r * m, codes.drop * m)
         """Numbers of all R; the k-th R belongs to the F with number k, and runs only if this F drops activations."""
-        self.restore([[codes.keeping(code) * m + k for code, k in codes.microbatches(order)] for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
         """Operation -> time at which its result is ready."""
+        self._free = [0.0] * (len(self.duration) + 1)
+        """Operation -> time at which its rank can run the next operation; the last entry is for no operation."""
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the longest path from its start to the end of a rank, including the rank's `final`."""
         self.final = [0.0] * len(orders)
         """Rank -> negated start of its span or, if plans are compared by makespan, negated `Problem.first_start`."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
+        self.restore([[codes.keeping(code) * m + k for code, k in codes.microbatches(order)] for order in orders])
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
         """Replace the orders of all ranks by `lanes`: the same operations, possibly with some R added or removed."""
@@ -60,16 +63,41 @@ class OrderGraph:
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
         """Operation -> its position in the order of its rank."""
+        self._before, self._after = [-1] * (len(self.duration) + 1), [-1] * (len(self.duration) + 1)
+        """Operation -> the operation before it, or after it, in the order of its rank; -1 if there is none."""
+        for lane in self.lanes:
+            self._link([-1, *lane, -1])
         recomputed = {op - self.recomputations.start for op in self.position if op in self.recomputations}
         for forward in recomputed ^ self.dropped:
             self._drop(forward, drops=forward in recomputed)
+        self._sequence = self._sorted(self.lanes)
+        """All operations in topological order, after `evaluate` also in the order of their start times; empty if the
+        ranks deadlock."""
 
-    def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> None:
-        """Replace the operations of `rank` at the positions `first` to `end - 1` by `part`.
+    def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> bool:
+        """Replace operations of a rank, and update the times; change nothing and return False if the ranks deadlock.
 
-        `part` contains the operations that it replaces, in a new order, possibly with some R added or removed.
+        The times of the present orders have been computed (see `evaluate`).
+
+        Args:
+            rank: the rank whose order changes.
+            first: position of the first replaced operation.
+            end: position after the last replaced operation.
+            part: the replaced operations in their new order, possibly with some R added or removed.
         """
-        lane = self.lanes[rank]
+        lane, start, sequence = self.lanes[rank], self.start, self._sequence
+        # Dependencies and the other ranks' orders still hold, so a cycle lies within the replaced part's start times.
+        low = bisect_left(sequence, start[lane[first]], key=start.__getitem__)
+        high = bisect_right(sequence, start[lane[end - 1]], key=start.__getitem__)
+        parts: list[list[int]] = [[] for _ in self.lanes]
+        for op in sequence[low:high]:
+            parts[self.rank_of[op]].append(op)
+        own = parts[rank]
+        ahead = first - self.position[own[0]]
+        own[ahead : ahead + end - first] = part
+        ordered = self._sorted(parts)
+        if not ordered:
+            return False
         before, after = {*lane[first:end]}, {*part}
         lane[first:end] = part
         for recomputation in before - after:
@@ -79,6 +107,14 @@ class OrderGraph:
             self.position[lane[position]] = position
         for recomputation in after - before:
             self._drop(recomputation - self.recomputations.start, drops=True)
+        self._link([-1, *lane, -1][first : first + len(part) + 2])
+        sequence[low:high] = ordered
+        self._evaluate(low, low + len(ordered))
+        return True
+
+    def _link(self, ops: Sequence[int]) -> None:
+        for op, after in pairwise(ops):
+            self._after[op], self._before[after] = after, op
 
     def _drop(self, forward: int, *, drops: bool) -> None:
         """Let the F with number `forward` drop its activations if `drops` is true, otherwise keep them."""
@@ -92,23 +128,41 @@ class OrderGraph:
 
     def evaluate(self) -> bool:
         """Compute start times, and longest paths from every operation to the end; return False if ranks deadlock."""
-        sequence = self.find_times()
-        if sequence:
-            self._look_back(sequence)
-        return bool(sequence)
+        if self._sequence:
+            self._evaluate(0, len(self._sequence))
+        return bool(self._sequence)
 
-    def find_times(self) -> list[int]:
-        """Compute the operations' start times; return the operations in topological order, or [] if ranks deadlock."""
-        sequence = self._run()
-        if len(sequence) < sum(map(len, self.lanes)):
-            return []
+    def _evaluate(self, low: int, high: int) -> None:
+        """Compute start times from position `low` of the sequence on, and longest paths from positions below `high`."""
+        final = self.final
+        self._find_times(low)
+        self._look_back(high if self.final == final else len(self._sequence))
+        self._sequence.sort(key=self.start.__getitem__)
+
+    def find_times(self) -> bool:
+        """Compute the operations' start times; return False if the ranks deadlock."""
+        if self._sequence:
+            self._find_times(0)
+        return bool(self._sequence)
+
+    def _find_times(self, low: int) -> None:
+        start, end, free, before = self.start, self.end, self._free, self._before
+        latency, duration, needs = self.latency, self.duration, self.needs
+        for op in islice(self._sequence, low, None):
+            earliest = free[before[op]]
+            for source, delay in needs[op]:
+                ready_at = end[source] + delay
+                if ready_at > earliest:
+                    earliest = ready_at
+            start[op] = earliest
+            end[op] = earliest + latency[op]
+            free[op] = earliest + duration[op]
         starts = [self._span_start(lane) for lane in self.lanes]
         ends = [self.end[lane[-1]] for lane in self.lanes]
         self.cost, self.tie = self.problem.judged_spans(starts, ends)
         if self.problem.takes_makespan:
             starts = [self.problem.first_start(starts)] * len(starts)
         self.final = [-start for start in starts]
-        return sequence
 
     def _span_start(self, lane: Sequence[int]) -> float:
         """Time at which a rank's span starts.
@@ -123,49 +177,41 @@ class OrderGraph:
             ahead += self.duration[op]
         raise AssertionError("a rank runs more than embeddings")
 
-    def _run(self) -> list[int]:
-        """Simulate the orders; return the operations that can run, in topological order."""
-        start, needs = self.start, self.needs
-        latency, duration = self.latency, self.duration
-        end = self.end = [-1.0] * len(start)
-        positions, free = [0] * len(self.lanes), [0.0] * len(self.lanes)
-        ready = list(range(len(self.lanes)))
+    def _sorted(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        """Operations in topological order; [] if the ranks deadlock.
+
+        Args:
+            parts: rank -> successive operations of the rank. Operations that precede these of all ranks have run.
+        """
+        needs, waiting = self.needs, set(chain.from_iterable(parts))
+        positions, ready = [0] * len(parts), list(range(len(parts)))
         awaited: dict[int, list[int]] = {}
         sequence: list[int] = []
+        num_ops = len(waiting)
         while ready:
             rank = ready.pop()
-            lane, position, now = self.lanes[rank], positions[rank], free[rank]
-            while position < len(lane):
-                op = lane[position]
-                earliest = now
-                for source, delay in needs[op]:
-                    ready_at = end[source]
-                    if ready_at < 0:
+            part, position = parts[rank], positions[rank]
+            while position < len(part):
+                op = part[position]
+                for source, _ in needs[op]:
+                    if source in waiting:
                         awaited.setdefault(source, []).append(rank)
                         break
-                    if ready_at + delay > earliest:
-                        earliest = ready_at + delay
                 else:
-                    start[op] = earliest
-                    end[op] = earliest + latency[op]
-                    now = earliest + duration[op]
+                    waiting.remove(op)
                     sequence.append(op)
                     position += 1
                     if op in awaited:
                         ready += awaited.pop(op)
                     continue
                 break
-            positions[rank], free[rank] = position, now
-        return sequence
+            positions[rank] = position
+        return sequence if len(sequence) == num_ops else []
 
-    def _look_back(self, sequence: Sequence[int]) -> None:
-        """Compute, in reverse topological order, the length of the longest path from every operation to the end."""
-        following = [-1] * len(self.start)
-        for lane in self.lanes:
-            for op, after in pairwise(lane):
-                following[op] = after
-        latency, duration, users, tail = self.latency, self.duration, self.users, self.tail
-        for op in reversed(sequence):
+    def _look_back(self, high: int) -> None:
+        """Compute the longest paths from the operations at positions below `high` of the sequence to the end."""
+        latency, duration, users, tail, following = self.latency, self.duration, self.users, self.tail, self._after
+        for op in self._sequence[high - 1 :: -1] if high else ():
             after = following[op]
             longest = duration[op] + tail[after] if after >= 0 else latency[op] + self.final[self.rank_of[op]]
             for user, delay in users[op]:

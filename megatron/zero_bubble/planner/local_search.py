@@ -105,7 +105,7 @@ class _LocalSearch:
         for _ in range(KICK):
             moves = list(self.moves.possible())
             for move in generator.sample(moves, min(ATTEMPTS, len(moves))):
-                if any(map(self._runs_after, islice(self.moves.fitting(move), 1))):
+                if any(map(self.moves.apply, islice(self.moves.fitting(move), 1))):
                     break
 
     def move(self) -> None:
@@ -113,7 +113,7 @@ class _LocalSearch:
         self.num_moves += 1
         for move in self._promising()[:ATTEMPTS]:
             self.stays[move.moved] = self.num_moves + TENURE
-            if self._runs_after(move):
+            if self.moves.apply(move):
                 graph, best, small = self.graph, self.best, tolerance(self.best.cost)
                 if graph.cost < best.cost - small or (graph.cost < best.cost + small and graph.tie < best.tie - small):
                     self.best = PlannedOrders(graph.cost, graph.orders(), graph.tie)
@@ -121,15 +121,6 @@ class _LocalSearch:
                     self.last_success = self.num_moves
                 return
         self.is_stuck = True
-
-    def _runs_after(self, move: Move) -> bool:
-        """Make a move; undo the move and return False if the ranks deadlock."""
-        undo = self.moves.apply(move)
-        runs = self.graph.evaluate()
-        if not runs:
-            self.moves.apply(undo)
-            self.graph.evaluate()
-        return runs
 
     def _promising(self) -> list[Move]:
         """The moves in the order of their estimated costs.

@@ -9,7 +9,8 @@ may also remove an R from the critical path, so that the F of the same microbatc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -57,8 +58,7 @@ class OrderMoves:
         m, codes = problem.num_microbatches, problem.codes
         self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
         """Numbers (see `OrderGraph`) of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
-        self._sources = [tuple(source for source, _ in needs) for needs in graph.needs]
-        """Operation -> the operations whose results it needs."""
+        self._related = cache(self._relatives)
         self.measure()
 
     def measure(self) -> None:
@@ -69,19 +69,17 @@ class OrderMoves:
     def _memory_of(self, rank: int) -> list[float]:
         return [0.0, *accumulate(self.graph.allocation[op] for op in self.graph.lanes[rank])]
 
-    def apply(self, move: Move) -> Move:
-        """Make a move; return the reverse move."""
-        replaced = self.graph.lanes[move.rank][move.first : move.end]
-        self.graph.replace(move.rank, move.first, move.end, move.part)
-        self._memory[move.rank] = self._memory_of(move.rank)
-        return move._replace(end=move.first + len(move.part), part=replaced)
+    def apply(self, move: Move) -> bool:
+        """Make a move; change nothing and return False if the ranks deadlock."""
+        runs = self.graph.replace(move.rank, move.first, move.end, move.part)
+        if runs:
+            self._memory[move.rank] = self._memory_of(move.rank)
+        return runs
 
     def possible(self) -> Iterator[Move]:
         """Yield the moves of operations on the critical path; after a move, the rank may exceed its memory limit."""
         for stretch in self.graph.critical_stretches():
-            for source, target in self._out_of(stretch):
-                if self._keeps_dependencies(stretch.rank, source, target):
-                    yield self._single(stretch.rank, source, target)
+            yield from self._shifts(stretch)
             if self.may_drop:
                 yield from self._without_r(stretch)
 
@@ -107,43 +105,37 @@ class OrderMoves:
         """Memory in use on the rank of `move` before the first operation that `move` replaces."""
         return self._memory[move.rank][move.first]
 
-    @staticmethod
-    def _out_of(stretch: Stretch) -> Iterator[tuple[int, int]]:
-        """Yield (source position, target position) of each move of an operation past the start or end of `stretch`."""
-        for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
-            yield source, stretch.last
-        for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
-            yield source, stretch.first
-
-    def _single(self, rank: int, source: int, target: int) -> Move:
-        low, high = min(source, target), max(source, target)
-        part = self.graph.lanes[rank][low : high + 1]
-        moved = part.pop(source - low)
-        part.insert(target - low, moved)
-        return Move(rank, moved, low, high + 1, part)
-
-    def _keeps_dependencies(self, rank: int, source: int, target: int) -> bool:
-        """Whether a move of one operation keeps all dependencies between operations of the rank."""
+    def _shifts(self, stretch: Stretch) -> Iterator[Move]:
+        """Yield each move of an operation past the start or end of `stretch` that keeps the rank's dependencies."""
+        rank, first, last = stretch
         lane = self.graph.lanes[rank]
-        op = lane[source]
-        if source < target:
-            return not any(self._waits_for(op, other) for other in lane[source + 1 : target + 1])
-        return not any(self._waits_for(other, op) for other in lane[target:source])
+        for low in range(last - 1, max(first - 1, last - 1 - REACH), -1):
+            op, *passed = lane[low : last + 1]
+            if self._may_pass(op, passed):
+                yield Move(rank, op, low, last + 1, [*passed, op])
+        for high in range(first + 1, min(last + 1, first + 1 + REACH)):
+            *passed, op = lane[first : high + 1]
+            if self._may_pass(op, passed):
+                yield Move(rank, op, first, high + 1, [op, *passed])
 
-    def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether the operation `later` must stay after the operation `earlier` in the order of their rank.
+    def _may_pass(self, op: int, others: Sequence[int]) -> bool:
+        """Whether an operation can move past other operations of its rank.
 
         Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
-        their order. An operation on a vocabulary shard comes after the operations whose results it needs.
+        their order. An operation comes after the operations whose results it needs.
         """
-        m, size = self.problem.num_microbatches, self.problem.num_stages
-        code, other = earlier // m, later // m
-        if self._keeps_forwards and max(code, other) < size:
-            return True
-        is_on_stage = max(code, other) < self.problem.codes.e
-        if code == other or (is_on_stage and earlier % m == later % m and code % size == other % size):
-            return True
-        return earlier in self._sources[later]
+        m, size = self.problem.num_microbatches, self.problem.codes.b
+        code, codes = op // m, [other // m for other in others]
+        if code in codes or (self._keeps_forwards and code < size and min(codes) < size):
+            return False
+        return self._related(op).isdisjoint(others)
+
+    def _relatives(self, op: int) -> set[int]:
+        """The operations whose order relative to `op` is fixed by a dependency."""
+        codes, m = self.problem.codes, self.problem.num_microbatches
+        step = codes.b * m
+        same = range(op % step, codes.drop * m, step) if op < codes.drop * m else ()
+        return {*same, *(source for source, _ in self.graph.needs[op]), *(user for user, _ in self.graph.users[op])}
 
     def _without_r(self, stretch: Stretch) -> Iterator[Move]:
         """Yield moves that remove an R of `stretch`, so that the F of the same microbatch keeps its activations."""
@@ -194,7 +186,9 @@ class _Repair:
         """The repaired move; None if the rank exceeds its memory limit even after all repairs."""
         while len(self._order) - self._num_placed > len(self._lane) - self._end:
             op = self._order[self._num_placed]
-            amount = self._graph.allocation[op] + self._restored(op) * ((op == self._kept) - (op in self._new_drops))
+            amount = self._graph.allocation[op]
+            if op == self._kept or op in self._new_drops:
+                amount += self._restored(op) * (1 if op == self._kept else -1)
             if amount <= 0 or self._memory + amount <= self._limit:
                 self._memory += amount
                 self._num_placed += 1
@@ -206,17 +200,22 @@ class _Repair:
         """Memory that the R of the F `forward` allocates; zero if `forward` is not the number of an F."""
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
+    def _drops(self, forward: int) -> bool:
+        """Whether the F `forward` drops its activations after the repairs so far."""
+        return forward in self._graph.dropped or forward in self._new_drops
+
     def _place_weight_gradient(self) -> bool:
         """Place the first W that can run before the next operation; return whether there is one that releases
         memory."""
-        begin, waiting = self._num_placed, set[int]()
-        needs, from_b = self._graph.needs, self._w.start - self._b.start
-        for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
-            if op in self._w and op - from_b not in waiting and all(need not in waiting for need, _ in needs[op]):
+        begin, weights = self._num_placed, self._w
+        from_b = weights.start - self._b.start
+        unplaced = self._order[begin : begin + HORIZON]
+        waiting = set(unplaced)
+        for position, op in enumerate(unplaced, begin):
+            if op in weights and op - from_b not in waiting:
                 self._order.insert(begin, self._order.pop(position))
                 self._end = max(self._end, self._graph.position[op] + 1)
                 return self._graph.allocation[op] < 0
-            waiting.add(op)
         return False
 
     def _drop(self) -> bool:
@@ -228,11 +227,12 @@ class _Repair:
         """
         graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]
-        waiting, dropped = set(unplaced), graph.dropped | self._new_drops
+        waiting = set(unplaced)
         best, shortest = None, inf
+        backwards = self._b
         for position, op in enumerate(unplaced, begin + 1):
-            forward = op - self._b.start
-            if 0 <= forward < len(self._b) and self._may_drop(forward, waiting, dropped, position):
+            if op in backwards and self._may_drop(op - backwards.start, waiting, position):
+                forward = op - backwards.start
                 before = self._lane[graph.position[op] - 1]
                 path = graph.start[before] + graph.duration[before] + graph.duration[self._r[forward]] + graph.tail[op]
                 if path <= shortest:
@@ -251,15 +251,15 @@ class _Repair:
             self._memory -= self._restored(best)
         return True
 
-    def _may_drop(self, forward: int, waiting: set[int], dropped: set[int], position: int) -> bool:
+    def _may_drop(self, forward: int, waiting: set[int], position: int) -> bool:
         """Whether the activations of the F `forward`, whose B is at `position`, are in memory and may be dropped.
 
         No R can be inserted after the R of a later microbatch, because a stage runs its R in microbatch order.
         """
-        if forward in waiting or forward in dropped or self._restored(forward) <= 0:
+        if forward in waiting or self._drops(forward) or self._restored(forward) <= 0:
             return False
         if position == self._num_placed + 1 and forward == self._order[self._num_placed]:
             return False
         m = self._graph.num_microbatches
-        later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if each in dropped), None)
+        later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if self._drops(each)), None)
         return later is None or later in waiting
