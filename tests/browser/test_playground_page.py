@@ -33,6 +33,19 @@ def test_a_value_for_each_rank_is_a_list_with_a_slider_each(playground: Playgrou
     assert playground.field("time-f").input_value() == "10,10,15,10,10,10"
 
 
+def test_a_list_that_was_cut_while_a_size_was_typed_is_whole_again(playground: Playground):
+    playground.set("time-f", "10,10,15,12")
+    playground.set("pipeline-size", "2")
+    assert playground.field("time-f").input_value() == "10,10"
+    playground.set("pipeline-size", "5")
+    assert playground.field("time-f").input_value() == "10,10,15,12,12"
+    playground.set("time-f", "1,2,3,4,5")
+    playground.set("pipeline-size", "2")
+    playground.set("time-f", "1,2")
+    playground.set("pipeline-size", "4")
+    assert playground.field("time-f").input_value() == "1,2,2,2"
+
+
 @pytest.mark.parametrize(
     ("flag", "pane", "value", "words"),
     [

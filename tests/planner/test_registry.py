@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.planner import generate, names, placement_for
+from megatron.zero_bubble.planner import PlanRequest, generate, names, placement_for
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import (
@@ -81,11 +81,23 @@ def test_an_unknown_name_lists_all_names():
         ((4, 4), {"memory_limit": [1, 2]}, "memory_limit has 2 entries, but there are 4 ranks"),
         ((4, 4), {"memory_limit": 0}, "memory_limit must be above zero, got 0"),
         ((4, 4), {"memory_limit": float("nan")}, "memory_limit must be above zero, got nan"),
+        ((4, 4), {"host_rate": 0}, "host_rate must be above zero, got 0"),
+        ((4, 4), {"placement_kind": "w"}, "the kind of a placement is one of linear, v, interleaved, got w"),
+        (
+            (4, 4),
+            {"costs": StageCosts.uniform(4), "vocabulary_parallel": True},
+            "vocabulary_parallel needs costs with the times of vocabulary shards, such as time_s",
+        ),
     ],
 )
 def test_bad_requests_get_one_line(arguments, options, message):
     with pytest.raises(ScheduleError, match=message):
         generate("1f1b", *arguments, **options)
+
+
+def test_a_request_has_a_placement():
+    with pytest.raises(ScheduleError, match="placements is empty: give at least one placement"):
+        PlanRequest("auto", 4, ())
 
 
 def test_the_placement_is_known_before_the_schedule():

@@ -203,6 +203,8 @@ def placement_for(
     if kind is None:
         several = entry.takes_placement and (num_chunks or entry.num_chunks) > 1
         kind = "interleaved" if several else entry.placement
+    if kind not in _NUM_CHUNKS:
+        raise ScheduleError(f"the kind of a placement is one of {', '.join(_NUM_CHUNKS)}, got {kind}")
     if kind != entry.placement and not entry.takes_placement:
         raise ScheduleError(f"schedule {name} has the placement {entry.placement}, not {kind}")
     own = _NUM_CHUNKS[kind]

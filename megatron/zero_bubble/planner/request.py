@@ -122,6 +122,12 @@ class PlanRequest:
     time_between: float = 0.0
     effort: int = EFFORT
 
+    def __post_init__(self) -> None:
+        if not self.placements:
+            raise ScheduleError("placements is empty: give at least one placement")
+        if self.host_rate is not None and not self.host_rate > 0:
+            raise ScheduleError(f"host_rate must be above zero, got {self.host_rate}")
+
     @property
     def num_ranks(self) -> int:
         return self.placements[0].num_ranks
@@ -203,6 +209,8 @@ class PlanRequest:
                 f"schedule {name} on {self.num_ranks} ranks has {placement.num_stages} stages, "
                 f"but the costs are for {costs.num_stages}"
             )
+        if self.vocabulary_parallel and not costs.has_vocabulary:
+            raise ScheduleError("vocabulary_parallel needs costs with the times of vocabulary shards, such as time_s")
         for limit in limits or ():
             if not limit > 0:
                 raise ScheduleError(f"memory_limit must be above zero, got {limit}")

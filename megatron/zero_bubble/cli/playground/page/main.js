@@ -6,7 +6,7 @@ import { receiveFiles, saveAs } from './files.js';
 import { idleTimes, Pane } from './pane.js';
 import { Plot } from './plot.js';
 import { Settings } from './settings.js';
-import { copy, fromFragment, limitOf, resized, toFragment, words } from './state.js';
+import { copy, fromFragment, limitOf, Lists, toFragment, words } from './state.js';
 import { View } from './view.js';
 
 const DELAY = 300; // milliseconds without a change after which the address and the plot follow
@@ -33,6 +33,7 @@ let errors = [];
 let panes = [];
 let settling;
 
+const lists = new Lists();
 const view = new View(() => panes.forEach(({ drawing }) => drawing.redraw()), () => panes.forEach(({ drawing }) => drawing.frame()));
 view.causes = facts.causes;
 view.readTheme();
@@ -46,6 +47,7 @@ for (const [kind, { fill, isDark }] of Object.entries(facts.colours)) {
 
 function changeShared(flag, value) {
   state.shared[flag] = value;
+  lists.forget(flag);
   const ranks = Number(value);
   if (flag === 'pipeline-size' && ranks >= 2 && ranks <= 64) resizeLists(ranks);
   update();
@@ -53,13 +55,15 @@ function changeShared(flag, value) {
 
 /** Fit all lists with a value for each rank to a number of ranks. */
 function resizeLists(ranks) {
-  for (const name of Object.keys(state.shared)) state.shared[name] = resized(state.shared[name], name === 'time-comm' ? ranks - 1 : ranks);
-  for (const pane of state.panes) pane['memory-limit'] = resized(pane['memory-limit'], ranks);
+  const { shared } = state;
+  for (const name of Object.keys(shared)) shared[name] = lists.resized(name, shared[name], name === 'time-comm' ? ranks - 1 : ranks);
+  state.panes.forEach((pane, k) => { pane['memory-limit'] = lists.resized(`${k}.memory-limit`, pane['memory-limit'], ranks); });
 }
 
 function changePane(k, flag, value) {
   if (flag === 'input') state.panes[k] = { schedule: start.panes[k].schedule };
   else state.panes[k][flag] = value;
+  lists.forget(`${k}.${flag}`);
   if (flag === 'schedule') for (const name of ['num-chunks', 'placement', 'microbatch-group-size']) delete state.panes[k][name];
   update([k]);
 }

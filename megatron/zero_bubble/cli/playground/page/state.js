@@ -65,11 +65,24 @@ export async function fromFragment(fragment) {
   return state.panes.length ? state : null;
 }
 
-/** Fit a list with one entry a rank (or pair of ranks) to another number of ranks: the last entry is repeated. */
-export function resized(value, length) {
-  if (typeof value !== 'string' || !value.includes(',')) return value;
-  const entries = value.split(',');
-  return Array.from({ length }, (_, k) => entries[Math.min(k, entries.length - 1)]).join(',');
+/** Fits lists with one entry for each rank (or pair of ranks) to another number of ranks. */
+export class Lists {
+  #whole = new Map(); // name -> the list before it was cut, for whoever types 16 and is at 1 or at 6 on the way
+
+  /** The list with `length` entries; the last entry is repeated. A value that is no list stays. */
+  resized(name, value, length) {
+    if (typeof value !== 'string' || !value.includes(',')) return value;
+    const known = this.#whole.get(name) ?? '';
+    const whole = known.startsWith(`${value},`) ? known : value;
+    this.#whole.set(name, whole);
+    const entries = whole.split(',');
+    return Array.from({ length }, (_, k) => entries[Math.min(k, entries.length - 1)]).join(',');
+  }
+
+  /** Forget the list before it was cut, because the reader typed another. */
+  forget(name) {
+    this.#whole.delete(name);
+  }
 }
 
 async function pack(text) {
