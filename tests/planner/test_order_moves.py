@@ -58,12 +58,11 @@ def _parts(problem: Problem, words: str, moved: str, before: str) -> set[str]:
     part = [numbers[moved], *lane[first : end - 1]]
     found = set()
     for move in moves.fitting(Move(0, numbers[moved], first, end, part)):
-        moves = _moves_of(OrderGraph(problem, [codes]))
-        assert moves.graph.evaluate()
-        assert moves.apply(move)
-        found.add(
-            " ".join(names[op].lower() if op in moves.graph.dropped else names[op] for op in moves.graph.lanes[0])
-        )
+        changed = OrderGraph(problem, [codes])
+        assert changed.evaluate()
+        assert _moves_of(changed).apply(move)
+        found.add(" ".join(names[op].lower() if op in changed.dropped else names[op] for op in changed.lanes[0]))
+    assert lane == graph.lanes[0]
     return found
 
 

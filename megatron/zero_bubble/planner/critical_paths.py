@@ -211,7 +211,7 @@ class OrderGraph:
     def _look_back(self, high: int) -> None:
         """Compute the longest paths from the operations at positions below `high` of the sequence to the end."""
         latency, duration, users, tail, following = self.latency, self.duration, self.users, self.tail, self._after
-        for op in self._sequence[high - 1 :: -1] if high else ():
+        for op in reversed(self._sequence[:high]):
             after = following[op]
             longest = duration[op] + tail[after] if after >= 0 else latency[op] + self.final[self.rank_of[op]]
             for user, delay in users[op]:

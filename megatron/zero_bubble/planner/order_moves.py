@@ -10,7 +10,6 @@ may also remove an R from the critical path, so that the F of the same microbatc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -58,7 +57,8 @@ class OrderMoves:
         m, codes = problem.num_microbatches, problem.codes
         self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
         """Numbers (see `OrderGraph`) of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
-        self._related = cache(self._relatives)
+        self._relatives: dict[int, set[int]] = {}
+        """Operation -> the operations whose order relative to it is fixed by a dependency, as far as they are known."""
         self.measure()
 
     def measure(self) -> None:
@@ -128,9 +128,12 @@ class OrderMoves:
         code, codes = op // m, [other // m for other in others]
         if code in codes or (self._keeps_forwards and code < size and min(codes) < size):
             return False
-        return self._related(op).isdisjoint(others)
+        relatives = self._relatives.get(op)
+        if relatives is None:
+            relatives = self._relatives[op] = self._relatives_of(op)
+        return relatives.isdisjoint(others)
 
-    def _relatives(self, op: int) -> set[int]:
+    def _relatives_of(self, op: int) -> set[int]:
         """The operations whose order relative to `op` is fixed by a dependency."""
         codes, m = self.problem.codes, self.problem.num_microbatches
         step = codes.b * m
