@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -39,11 +41,27 @@ def run_job(job: EmulatedJob) -> Records:
         job = replace(job, directory=Path(directory))
         # The server imports torch once and forks every rank, because an import in each rank would take long.
         multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
-        _start_server_deaf_to_interrupts()
-        torch.multiprocessing.start_processes(
-            run_rank, args=(job,), nprocs=job.world_size, start_method="forkserver", daemon=True
-        )
+        with _interrupts_held_back():
+            _start_server_deaf_to_interrupts()
+            ranks = torch.multiprocessing.start_processes(
+                run_rank, args=(job,), nprocs=job.world_size, start_method="forkserver", daemon=True, join=False
+            )
+        while not ranks.join():
+            pass
         return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.world_size)])
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Put Ctrl-C off until all ranks are started: a rank that this process does not know yet would outlive it."""
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for number in held[:1]:
+        signal.raise_signal(number)
 
 
 def _start_server_deaf_to_interrupts() -> None:

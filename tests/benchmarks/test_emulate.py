@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -24,8 +26,9 @@ from benchmarks.emulate import main
 from benchmarks.emulation.emulated_results import Result
 from benchmarks.emulation.iterations import IterationResult, iteration_table
 from benchmarks.emulation.link import EmulatedLink
+from benchmarks.emulation.ranks import run_job
 from benchmarks.emulation.sleeping import Emulation, await_arrival
-from benchmarks.emulation.worker import StepRecord
+from benchmarks.emulation.worker import EmulatedJob, StepRecord
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate, with_post_validation
 from megatron.zero_bubble.schedule.formats import profile_from_json
@@ -283,6 +286,22 @@ def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
     _, living = psutil.wait_procs(begun, timeout=120)
     assert not [command_line(child) for child in living if child.status() != psutil.STATUS_ZOMBIE]
     assert "Traceback" not in errors.read_text()
+
+
+def test_ctrl_c_while_the_ranks_start_waits_until_all_are_known(monkeypatch):
+    """The emulation could not end a rank that it does not know yet."""
+    known = []
+
+    def start_processes(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+        known.append(True)
+
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+    job = EmulatedJob(2, (), (), steps=1, activation_bytes=16, timeout=timedelta(seconds=60), directory=Path())
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job)
+    assert known
 
 
 def command_line(process: psutil.Process) -> str:
