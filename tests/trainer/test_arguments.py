@@ -55,7 +55,7 @@ MEGATRON_HAS_TOO = """
 --use-rope-scaling --rope-scaling-factor --rotary-seq-len-interpolation-factor --attention-softmax-in-fp32
 --no-persist-layer-norm --no-rope-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
 --tiktoken-pattern --no-create-attention-mask-in-dataloader --no-mmap-bin-files
---use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
+--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward --quick-geglu --squared-relu
 """
 """Names that are not ours to give another meaning."""
 

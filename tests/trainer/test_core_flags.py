@@ -119,18 +119,3 @@ def test_the_fields_of_another_release_are_flags() -> None:
     assert found["wide_residual"].entry[1].metadata["help"] == "Widens the residual stream"
     assert found["no_narrow_head"].entry[1].metadata["names"] == ("--disable-narrow-head",)
     assert found["order"].entry[1].metadata["choices"] == ("first", "last")
-
-
-def test_fused_activations_are_megatron_lms_with_transformer_engine() -> None:
-    def fused(**flags: str | None) -> bool:
-        given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
-        args = parse_arguments([*REQUIRED, *(word for pair in given.items() for word in pair if word is not None)])
-        fused: bool = transformer_config(args, 1, None).bias_activation_fusion
-        return fused
-
-    engine = {"transformer_impl": "transformer_engine"}
-    assert fused(**engine)
-    assert fused(**engine, swiglu=None, disable_bias_linear=None)
-    assert not fused(**engine, disable_bias_linear=None)
-    assert not fused(**engine, swiglu=None, no_bias_swiglu_fusion=None)
-    assert not fused(swiglu=None)

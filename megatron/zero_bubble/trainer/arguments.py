@@ -41,6 +41,8 @@ class ModelFlags:
     position_embedding_type: str = flag("kind of positions", "learned_absolute", choices=("learned_absolute", "rope"))
     no_position_embedding: bool = flag("no learned positions; implied by --position-embedding-type rope", False)
     swiglu: bool = flag("gated SiLU in the MLP instead of GeLU", False)
+    quick_geglu: bool = flag("gated quick GeLU in the MLP instead of GeLU", False)
+    squared_relu: bool = flag("squared ReLU in the MLP instead of GeLU", False)
     untie_embeddings_and_output_weights: bool = flag("give the output layer weights of its own", False)
     make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this, times the tensor size", 128)
     no_masked_softmax_fusion: bool = flag("accepted without effect: scores are never masked by a fused kernel", False)

@@ -14,7 +14,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("position_embedding_type", "normalization", "swiglu"),
+    *("position_embedding_type", "normalization", "swiglu", "quick_geglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
     *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
@@ -22,7 +22,8 @@ _MODEL_SHAPE = (
 _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "window_attn_skip_freq", "no_rope_freq"),
-    *("softmax_type", "apply_query_key_layer_scaling"),
+    *("softmax_type", "apply_query_key_layer_scaling", "squared_relu"),
+    *("glu_linear_offset", "activation_func_clamp_value"),
 )
 """Flags that change a model's computation, but not its parameters; with `--finetune`, the values of the flags may
 differ from the values in the checkpoint."""

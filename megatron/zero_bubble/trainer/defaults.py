@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.trainer.activations import check_activation
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 
@@ -17,6 +18,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     Raises:
         ValueError: a default cannot be derived from the other flags.
     """
+    check_activation(args)
     of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
     args = replace(
         args,

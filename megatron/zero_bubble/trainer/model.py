@@ -22,6 +22,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import keeping_everything
 from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.trainer.activations import activation_fields, fuses_activation
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_errors import as_users_mistake
 from megatron.zero_bubble.trainer.core_flags import config_values
@@ -40,12 +41,11 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
     values = config_values(args, config_class)
     if args.transformer_impl == "local":
         del values["attention_backend"]  # only Transformer Engine's attention reads this field
-    if args.swiglu:
-        values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     if args.variable_seq_lengths and not args.num_experts:
         values.update(moe_token_dispatcher_type="alltoall")  # the default dispatcher refuses variable lengths
     dtype = parameter_dtype(args)
     values.update(
+        **activation_fields(args),
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
         params_dtype=dtype,
@@ -66,13 +66,6 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         is_hybrid_model=args.hybrid_layer_pattern is not None,  # changes the initial weights
     )
     return config_class(**values)
-
-
-def fuses_activation(args: Arguments) -> bool:
-    """Return whether one fused kernel adds an MLP's bias and computes the activation; False for local layers."""
-    if args.transformer_impl == "local":
-        return False
-    return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
 
 
 def build_model(

@@ -30,15 +30,10 @@ from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
+from megatron.zero_bubble.trainer.activations import fuses_activation
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_errors import as_users_mistake
-from megatron.zero_bubble.trainer.model import (
-    build_unit,
-    fuses_activation,
-    layer_kinds,
-    transformer_config,
-    unit_config,
-)
+from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, transformer_config, unit_config
 
 _PLAIN: dict[str, Any] = {
     "transformer_impl": "local",
