@@ -59,6 +59,8 @@ def scaled_down(recipe: Recipe) -> list[str]:
         if word in SMALL:
             next(words)
             flags.append(SMALL[word])
+    if "--num-experts" in flags and "--disable-bias-linear" not in flags:
+        flags.append("--disable-bias-linear")  # local experts have no biases
     return [*flags, *RUN, *(LATENT if "--multi-latent-attention" in flags else ())]
 
 

@@ -42,6 +42,15 @@ QWEN3_235B = """
 --expert-model-parallel-size 32 --global-batch-size 2048 --account-for-embedding-in-pipeline-split
 --account-for-loss-in-pipeline-split
 """
+GPT_OSS_20B = """
+--num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64 --kv-channels 64
+--group-query-attention --num-query-groups 8 --seq-length 4096 --vocab-size 201088 --num-experts 32
+--moe-ffn-hidden-size 2880 --moe-router-topk 4 --moe-grouped-gemm --quick-geglu --glu-linear-offset 1.0
+--activation-func-clamp-value 7.0 --softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2
+--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16
+--make-vocab-size-divisible-by 1 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 64
+--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer
+"""
 
 
 def paper_job(name: str) -> EstimatedJob:
@@ -84,6 +93,12 @@ def test_published_models_have_their_parameters_and_operations(model, billions, 
     further = 0 if args.mtp_num_layers is None else further_parameters(args) / 1e9
     computed = estimated.flops_of_sequence / args.seq_length / 6 / 1e9
     assert computed == pytest.approx(active - embedding + layers * attended + further, rel=0.01)
+
+
+def test_experts_with_biases_are_counted_but_for_the_biases():
+    """GPT-OSS 20B has 20.91 billion parameters, of which 7 million are biases of experts."""
+    estimated = job(*GPT_OSS_20B.split(), tool=["--world-size", "32"])
+    assert sum(unit.whole for unit in estimated.count.units) / 1e9 == pytest.approx(20.91, rel=1e-3)
 
 
 def further_parameters(args) -> float:

@@ -135,14 +135,19 @@ def _products(
     *unused: Any,
     m_splits: list[int] | None = None,
     single_output: bool = False,
+    bias: list[torch.Tensor] | None = None,
+    use_bias: bool = False,
     **options: Any,
-) -> tuple[list[torch.Tensor], list[None], None]:
-    """Multiply as `general_grouped_gemm` does, for experts without biases."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], None]:
+    """Multiply as `general_grouped_gemm` does, expert by expert."""
     parts = list(torch.split(out[0], m_splits or [])) if single_output else out
-    options = {name: options[name] for name in ("layout", "accumulate") if name in options}
-    for left, right, part in zip(a, b, parts, strict=True):
-        _product(left, right, out=part, **options)
-    return out, [None] * len(a), None
+    options = {name: options[name] for name in ("layout", "accumulate", "grad") if name in options}
+    biases = bias if use_bias and bias is not None else [None] * len(a)
+    of_biases = [
+        _product(left, right, out=part, bias=one, **options)[1]
+        for left, right, part, one in zip(a, b, parts, biases, strict=True)
+    ]
+    return out, of_biases, None
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -18,6 +18,10 @@ MODELS = (
     "--disable-bias-linear --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2",
     "--disable-bias-linear --num-experts 4 --moe-router-topk 2",
     "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --no-gradient-accumulation-fusion --squared-relu",
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --quick-geglu --glu-linear-offset 1 "
+    "--activation-func-clamp-value 7",
 )
 
 

@@ -11,8 +11,6 @@ from megatron.zero_bubble.trainer.model import transformer_config
 from tests.checked_flags import refusal
 from tests.trainer.test_arguments import REQUIRED
 
-EXPERTS = "--num-experts 4 --disable-bias-linear"
-
 
 def config(flags: str) -> TransformerConfig:
     """The configuration of a model with these flags, which are not checked: Transformer Engine is not installed."""
@@ -52,7 +50,9 @@ def test_an_mlp_has_one_activation(pair):
         ("--swiglu --no-bias-swiglu-fusion", False),
         ("--squared-relu", False),
         ("--quick-geglu", False),
-        (f"--quick-geglu {EXPERTS}", False),
+        ("--num-experts 4", False),
+        ("--quick-geglu --num-experts 4", True),
+        ("--quick-geglu --num-experts 4 --disable-bias-linear", False),
     ],
 )
 def test_transformer_engines_layers_fuse_what_megatron_core_has_a_kernel_for(flags, is_fused):

@@ -102,7 +102,7 @@ MISTAKES = {
     ),
     "experts with a bias": (
         {"--num-experts": "4"},
-        "--num-experts 4 needs --disable-bias-linear: megatron-core's local experts have no working bias",
+        "--num-experts 4 needs --disable-bias-linear: only Transformer Engine's grouped experts have some",
     ),
     "experts on tensor-parallel ranks": (
         {

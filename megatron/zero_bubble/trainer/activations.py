@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -39,8 +40,11 @@ def activation_fields(args: Arguments) -> dict[str, Any]:
 def fuses_activation(args: Arguments) -> bool:
     """Return whether one fused kernel adds an MLP's bias and computes the activation; False for local layers.
 
-    megatron-core has no such kernel for squared ReLU, and a kernel for quick GeLU only in experts.
+    megatron-core fuses GeLU only in models without experts, quick GeLU only in experts, and squared ReLU nowhere.
     """
-    if args.transformer_impl == "local" or args.squared_relu or (args.quick_geglu and not args.num_experts):
+    if args.transformer_impl == "local" or args.squared_relu:
         return False
-    return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
+    if args.swiglu:
+        return not args.no_bias_swiglu_fusion
+    has_kernel = bool(args.num_experts) == args.quick_geglu
+    return has_kernel and not (args.no_bias_gelu_fusion or args.disable_bias_linear)

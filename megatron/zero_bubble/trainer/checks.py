@@ -239,9 +239,10 @@ def _check_experts(args: Arguments, has_cuda: bool) -> None:
         )
     if (experts or 1) % ranks:
         raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
-    if experts is not None and not args.disable_bias_linear:
+    is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
+    if experts is not None and not (args.disable_bias_linear or is_grouped):
         raise ValueError(
-            f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias"
+            f"--num-experts {experts} needs --disable-bias-linear: only Transformer Engine's grouped experts have some"
         )
     if experts is not None and tensor > 1 and not args.sequence_parallel:
         raise ValueError(

@@ -30,7 +30,7 @@ from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
-from megatron.zero_bubble.trainer.activations import fuses_activation
+from megatron.zero_bubble.trainer.activations import activation_fields, fuses_activation
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_errors import as_users_mistake
 from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, transformer_config, unit_config
@@ -192,8 +192,11 @@ def _plain(args: Arguments) -> Arguments:
     balancing = (
         {"moe_router_load_balancing_type": "none"} if "sinkhorn" in str(args.moe_router_load_balancing_type) else {}
     )
+    # Local experts cannot run with biases, which are a small part of the parameters.
+    has_biases = bool(args.num_experts) and not args.disable_bias_linear
+    biases = {"disable_bias_linear": True, "add_qkv_bias": True} if has_biases else {}
     plain = {name: value for name, value in _PLAIN.items() if hasattr(args, name)}  # not every version has every field
-    return replace(args, **{"attention_backend": backend, **balancing, **plain})
+    return replace(args, **{"attention_backend": backend, **balancing, **biases, **plain})
 
 
 @as_users_mistake("this model", AssertionError)
@@ -201,7 +204,8 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
     plain, store = _plain(args), WeightGradStore()
     config = unit_config(plain, unit)
     config.use_cpu_initialization = config.gradient_accumulation_fusion = False
-    config.bias_activation_fusion = fuses_activation(args)
+    for name, value in {"bias_activation_fusion": fuses_activation(args), **activation_fields(args)}.items():
+        setattr(config, name, value)
     model = build_unit(plain, config, unit).to(config.params_dtype)  # as Float16Module does
     count_as_kernels(model, attention_kernel(args))
     parameters = _parameters(model)
