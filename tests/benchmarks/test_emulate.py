@@ -288,6 +288,15 @@ def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
     assert "Traceback" not in errors.read_text()
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A process that a shell starts in its background ignores Ctrl-C, these tests perhaps among it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_the_ranks_start_waits_until_all_are_known(monkeypatch):
     """The emulation could not end a rank that it does not know yet."""
     known = []
