@@ -57,7 +57,7 @@ class _Draw:
         self.is_latent = not self.is_hybrid and self.maybe(0.2)
         self.has_experts = self.maybe(0.45)
         self.num_layers = self.random.choice((4, 4, 8))
-        self.num_further = 0 if self.is_hybrid else self.random.choice((0, 0, 0, 0, 0, 0, 0, 0, 1, 2))
+        self.num_further = 0 if self.is_hybrid else self.random.choice((*[0] * 8, 1, 2))
         self.heads = self.random.choice((4, 8))
         self.width = self.heads * self.random.choice((8, 16))
 

@@ -60,8 +60,8 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    for number in held[:1]:
-        signal.raise_signal(number)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _start_server_deaf_to_interrupts() -> None:

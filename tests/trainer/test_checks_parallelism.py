@@ -102,7 +102,7 @@ MISTAKES = {
     ),
     "experts with a bias": (
         {"--num-experts": "4"},
-        "--num-experts 4 needs --disable-bias-linear: only Transformer Engine's grouped experts have some",
+        "--num-experts 4 needs --disable-bias-linear, or --moe-grouped-gemm with Transformer Engine",
     ),
     "experts on tensor-parallel ranks": (
         {

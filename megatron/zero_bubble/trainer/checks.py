@@ -242,7 +242,7 @@ def _check_experts(args: Arguments, has_cuda: bool) -> None:
     is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     if experts is not None and not (args.disable_bias_linear or is_grouped):
         raise ValueError(
-            f"--num-experts {experts} needs --disable-bias-linear: only Transformer Engine's grouped experts have some"
+            f"--num-experts {experts} needs --disable-bias-linear, or --moe-grouped-gemm with Transformer Engine"
         )
     if experts is not None and tensor > 1 and not args.sequence_parallel:
         raise ValueError(

@@ -16,7 +16,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     """Return the flags with the rank from `environment`, and with defaults for flags that are not given.
 
     Raises:
-        ValueError: a default cannot be derived from the other flags.
+        ValueError: a default cannot be derived from the other flags, or flags name several activations.
     """
     check_activation(args)
     of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
