@@ -53,6 +53,8 @@ def test_an_mlp_has_one_activation(pair):
         ("--num-experts 4", False),
         ("--quick-geglu --num-experts 4", True),
         ("--quick-geglu --num-experts 4 --disable-bias-linear", False),
+        ("--quick-geglu --num-experts 4 --moe-layer-freq 2", False),
+        ("--quick-geglu --num-experts 4 --moe-shared-expert-intermediate-size 32", False),
     ],
 )
 def test_transformer_engines_layers_fuse_what_megatron_core_has_a_kernel_for(flags, is_fused):

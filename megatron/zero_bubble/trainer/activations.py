@@ -40,11 +40,16 @@ def activation_fields(args: Arguments) -> dict[str, Any]:
 def fuses_activation(args: Arguments) -> bool:
     """Return whether one fused kernel adds an MLP's bias and computes the activation; False for local layers.
 
-    megatron-core fuses GeLU only in models without experts, quick GeLU only in experts, and squared ReLU nowhere.
+    megatron-core fuses GeLU only outside of experts, quick GeLU only in routed experts, and squared ReLU nowhere; the
+    setting holds for all MLPs of a model.
     """
     if args.transformer_impl == "local" or args.squared_relu:
         return False
     if args.swiglu:
         return not args.no_bias_swiglu_fusion
-    has_kernel = bool(args.num_experts) == args.quick_geglu
+    if args.quick_geglu:
+        has_others = args.moe_layer_freq != 1 or args.moe_shared_expert_intermediate_size or args.hybrid_layer_pattern
+        has_kernel = bool(args.num_experts) and not has_others
+    else:
+        has_kernel = not args.num_experts
     return has_kernel and not (args.no_bias_gelu_fusion or args.disable_bias_linear)
