@@ -53,9 +53,12 @@ class MegatronTrainings:
         return self._folders.setdefault(flags, self._root / str(len(self._folders)))
 
     def command(self, flags: str, ranks: int = 2) -> tuple[Path, list[str]]:
-        """The script and the arguments of a training: Megatron-LM's own script, which the wheels do not have."""
+        """The script and the arguments of a training.
+
+        The script is Megatron-LM's own, but for wheels, which have none, and for samples of varied lengths.
+        """
         script = FOLDER / ("pretrain_hybrid.py" if "--hybrid" in flags else "pretrain_gpt.py")
-        if not script.exists():
+        if not script.exists() or "--varied-lengths" in flags:
             script = Path(__file__).with_name("pretrain.py")
         saving = [] if self._root is None else ["--save", str(self.folder(flags))]
         size = ("--pipeline-model-parallel-size", str(ranks))
