@@ -25,9 +25,10 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
-from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
-from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple, unfused_attention
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
+from megatron.zero_bubble.trainer.model_checks import check_experts, check_fp8, check_model
 from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
@@ -49,9 +50,9 @@ def complete_and_check(
     if parsed.train_iters is None:
         raise ValueError("--train-iters is missing: give the number of iterations")
     args = completed(parsed, environment, has_cuda)
-    _check_model(args)
+    check_model(args)
     check_pattern(args)
-    _check_fp8(args, has_cuda)
+    check_fp8(args, has_cuda)
     _check_needs(args)
     flags = JobFlags.of(args)
     if for_this_machine:
@@ -59,7 +60,7 @@ def complete_and_check(
         check_device_found(parsed, environment, Path("/dev"))
     check_num_ranks(args, args.world_size, "torchrun --nproc-per-node" if for_this_machine else "--world-size")
     _check_parallel(args, has_cuda)
-    _check_experts(args, has_cuda)
+    check_experts(args, has_cuda)
     _check_replicas(args)
     check_fully_sharded(args)
     _check_batches(args)
@@ -158,54 +159,6 @@ def _check_needs(args: Arguments) -> None:
             raise ValueError(f"{flags_text({name: given})} needs {flags_text({needed: value})}{because}")
 
 
-def _check_model(args: Arguments) -> None:
-    require_multiple(args, "num_attention_heads", "num_query_groups")
-    if args.max_position_embeddings < args.seq_length:
-        raise ValueError(
-            f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}"
-        )
-    uses_rope, rotated = args.position_embedding_type == "rope", int(args.kv_channels * args.rotary_percent)
-    if uses_rope and rotated + rotated % 2 > args.kv_channels:
-        raise ValueError(
-            f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
-            f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}"
-        )
-    folders = {name: folder for name in ("save", "load") if (folder := getattr(args, name)) is not None}
-    if folders and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
-        raise ValueError(
-            f"{flags_text(folders)} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: "
-            "the first and the last stage learn separate positions, but a checkpoint holds only one of both"
-        )
-    unfused = unfused_attention(args) if args.transformer_impl == "local" else []
-    if unfused and args.attention_backend in TORCH_BACKENDS:
-        raise ValueError(
-            f"--attention-backend {args.attention_backend}: torch's fused attention does not compute "
-            f"{flag_name(unfused[0])}: give --attention-backend local"
-        )
-    if "window_size" in unfused and args.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size}: local attention does not compute --window-size "
-            "over parts of a sequence: give --transformer-impl transformer_engine"
-        )
-    if args.attention_backend == "local" and args.transformer_impl != "local":
-        raise ValueError(
-            f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}"
-        )
-
-
-def _check_fp8(args: Arguments, has_cuda: bool) -> None:
-    if args.fp8_format is None:
-        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"):
-            if getattr(args, name) != Arguments.__dataclass_fields__[name].default:
-                raise ValueError(f"{flag_name(name)} needs --fp8-format")
-        return
-    if not has_cuda:
-        raise ValueError(
-            f"--fp8-format {args.fp8_format} needs a GPU with fp8 arithmetic, and torch finds none on this machine: "
-            "use --bf16"
-        )
-
-
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, length = args.context_parallel_size, args.seq_length
@@ -227,32 +180,6 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         )
     if args.distributed_backend == "nccl" and not has_cuda:
         raise ValueError("--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo")
-
-
-def _check_experts(args: Arguments, has_cuda: bool) -> None:
-    experts, ranks, tensor = args.num_experts, args.expert_model_parallel_size, args.tensor_model_parallel_size
-    stage, expert = args.world_size // args.pipeline_model_parallel_size, args.expert_tensor_parallel_size
-    if stage % (ranks * (expert or tensor)):
-        shared = f"--expert-tensor-parallel-size {expert}" if expert else f"--tensor-model-parallel-size {tensor}"
-        raise ValueError(
-            f"--expert-model-parallel-size {ranks} x {shared} must divide the {stage} ranks of a pipeline stage"
-        )
-    if (experts or 1) % ranks:
-        raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
-    is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
-    if experts is not None and not (args.disable_bias_linear or is_grouped):
-        raise ValueError(
-            f"--num-experts {experts} needs --disable-bias-linear, or --moe-grouped-gemm with Transformer Engine"
-        )
-    if experts is not None and tensor > 1 and not args.sequence_parallel:
-        raise ValueError(
-            f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel: "
-            "megatron-core trains no experts without it"
-        )
-    if args.moe_grouped_gemm and not has_cuda:
-        raise ValueError("--moe-grouped-gemm needs CUDA, because it is a CUDA kernel: leave it out")
-    if experts is not None and not 1 <= args.moe_router_topk <= experts:
-        raise ValueError(f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}")
 
 
 def _check_replicas(args: Arguments) -> None:

@@ -1,0 +1,101 @@
+"""Refuses flags of a model that contradict each other, or that megatron-core refuses with a traceback."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.zero_bubble.session.flags import flag_name, flags_text
+from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.defaults import require_multiple, unfused_attention
+
+
+def check_model(args: Arguments) -> None:
+    """Raise `ValueError` if the flags of positions, attention and prediction layers contradict each other."""
+    require_multiple(args, "num_attention_heads", "num_query_groups")
+    if args.max_position_embeddings < args.seq_length:
+        raise ValueError(
+            f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}"
+        )
+    uses_rope, rotated = args.position_embedding_type == "rope", int(args.kv_channels * args.rotary_percent)
+    if uses_rope and rotated + rotated % 2 > args.kv_channels:
+        raise ValueError(
+            f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
+            f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}"
+        )
+    folders = {name: folder for name in ("save", "load") if (folder := getattr(args, name)) is not None}
+    if folders and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
+        raise ValueError(
+            f"{flags_text(folders)} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: "
+            "the first and the last stage learn separate positions, but a checkpoint holds only one of both"
+        )
+    if args.mtp_num_layers and args.no_rope_freq:
+        raise ValueError(
+            f"{flags_text({'no_rope_freq': args.no_rope_freq})} with --mtp-num-layers {args.mtp_num_layers}: "
+            "megatron-core's list of layers without positions has no entry for prediction layers: give one of them"
+        )
+    unfused = unfused_attention(args) if args.transformer_impl == "local" else []
+    if unfused and args.attention_backend in TORCH_BACKENDS:
+        raise ValueError(
+            f"--attention-backend {args.attention_backend}: torch's fused attention does not compute "
+            f"{flag_name(unfused[0])}: give --attention-backend local"
+        )
+    if "window_size" in unfused and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: local attention does not compute --window-size "
+            "over parts of a sequence: give --transformer-impl transformer_engine"
+        )
+    if args.attention_backend == "local" and args.transformer_impl != "local":
+        raise ValueError(
+            f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}"
+        )
+
+
+def check_fp8(args: Arguments, has_cuda: bool) -> None:
+    """Raise `ValueError` if a flag of fp8 has no effect, or if no device computes in fp8."""
+    if args.fp8_format is None:
+        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"):
+            if getattr(args, name) != Arguments.__dataclass_fields__[name].default:
+                raise ValueError(f"{flag_name(name)} needs --fp8-format")
+        return
+    if not has_cuda:
+        raise ValueError(
+            f"--fp8-format {args.fp8_format} needs a GPU with fp8 arithmetic, and torch finds none on this machine: "
+            "use --bf16"
+        )
+
+
+def check_experts(args: Arguments, has_cuda: bool) -> None:
+    """Raise `ValueError` if the flags of experts contradict each other, or if their ranks do not divide those given."""
+    experts, ranks, tensor = args.num_experts, args.expert_model_parallel_size, args.tensor_model_parallel_size
+    stage, expert = args.world_size // args.pipeline_model_parallel_size, args.expert_tensor_parallel_size
+    if stage % (ranks * (expert or tensor)):
+        shared = f"--expert-tensor-parallel-size {expert}" if expert else f"--tensor-model-parallel-size {tensor}"
+        raise ValueError(
+            f"--expert-model-parallel-size {ranks} x {shared} must divide the {stage} ranks of a pipeline stage"
+        )
+    if (experts or 1) % ranks:
+        raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
+    is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
+    if experts is not None and not (args.disable_bias_linear or is_grouped):
+        raise ValueError(
+            f"--num-experts {experts} needs --disable-bias-linear, or --moe-grouped-gemm with Transformer Engine"
+        )
+    if experts is not None and tensor > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel: "
+            "megatron-core trains no experts without it"
+        )
+    if args.moe_grouped_gemm and not has_cuda:
+        raise ValueError("--moe-grouped-gemm needs CUDA, because it is a CUDA kernel: leave it out")
+    if experts is not None and not 1 <= args.moe_router_topk <= experts:
+        raise ValueError(f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}")
+    if experts is not None and "sinkhorn" in args.moe_router_load_balancing_type and np.any(args.moe_aux_loss_coeff):
+        raise ValueError(
+            "--moe-aux-loss-coeff with --moe-router-load-balancing-type sinkhorn: megatron-core balances Sinkhorn's "
+            "routes without a loss: leave the coefficient out"
+        )
+    if experts is not None and args.moe_apply_probs_on_input and args.moe_router_topk > 1:
+        raise ValueError(
+            f"--moe-apply-probs-on-input needs --moe-router-topk 1, got {args.moe_router_topk}: each of several "
+            "experts would need an input of its own"
+        )
