@@ -44,6 +44,14 @@ def test_enable_refuses_a_wrong_value_in_one_line(name, value):
     assert "\n" not in str(error.value)
 
 
+def test_enable_refuses_a_schedule_that_is_neither_known_nor_a_file():
+    with pytest.raises(
+        SessionError, match=r"^--zero-bubble-schedule zb-9: schedule 'zb-9' is unknown: choose one of .*$"
+    ):
+        flags_from_keywords("zb-9", True, {})
+    assert flags_from_keywords("file:order.json", True, {}).zero_bubble_schedule == "file:order.json"
+
+
 def test_enable_takes_one_value_of_a_flag_with_one_value():
     with pytest.raises(SessionError, match="unrecognized arguments: 2"):
         flags_from_keywords(None, True, {"memory_limit": ["1", "2"]})

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron.zero_bubble.planner.registry import entry_of
+from megatron.zero_bubble.schedule.errors import UnknownSchedule
 from megatron.zero_bubble.session.aliases import check_window, pending_backwards
 from megatron.zero_bubble.session.flag_parser import flag
+
+SCHEDULE_FILE = "file:"
+"""Prefix of a value of `--zero-bubble-schedule` that names a file."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,12 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
         ValueError: a flag is invalid or contradicts another flag; the message names the first such flag.
     """
     _check_owners(flags)
+    name = flags.zero_bubble_schedule
+    if name is not None and not name.startswith(SCHEDULE_FILE):
+        try:
+            entry_of(name)
+        except UnknownSchedule as error:
+            raise ValueError(f"--zero-bubble-schedule {name}: {error}") from None
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
         raise ValueError("--zero-bubble-rollback-on-host needs --zero-bubble-rollback snapshot: inverse keeps no copy")
     if flags.zero_bubble_strict and flags.zero_bubble_no_strict:

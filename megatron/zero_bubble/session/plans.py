@@ -20,12 +20,10 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload, takes_makespan
 from megatron.zero_bubble.session.files import read_file
-from megatron.zero_bubble.session.flags import flag_name, limit_flag
+from megatron.zero_bubble.session.flags import SCHEDULE_FILE, flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
 from megatron.zero_bubble.session.progress_lines import announced
-
-_FILE = "file:"
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
@@ -45,7 +43,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
     check_offload(flags)
     check_pairs(flags)
     with _as_users_mistake(flags, name):
-        if not name.startswith(_FILE):
+        if not name.startswith(SCHEDULE_FILE):
             kind = cast("PlacementKind | None", flags.zero_bubble_placement)
             plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
             _check_group_size(flags, plan)
@@ -62,7 +60,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 pairs=flags.pairs,
                 offloads=plans_offload(flags),
             )
-        given = RunSchedules.of(_read(Path(name.removeprefix(_FILE))))
+        given = RunSchedules.of(_read(Path(name.removeprefix(SCHEDULE_FILE))))
         plan = given.requesting(recomputes=(flags.recompute,), vocabulary_parallel=flags.vocabulary_parallel)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
@@ -142,7 +140,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
             f"{given}: --moe-router-load-balancing-type global_aux_loss averages over microbatches in their order, but "
             "a recomputation may follow a later forward: give --recompute-granularity full, or aux_loss"
         )
-    if name.startswith(_FILE):
+    if name.startswith(SCHEDULE_FILE):
         raise ValueError(
             f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"
         )
