@@ -14,14 +14,17 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
 
+_HOPPER = SimpleNamespace(name="none", major=9, minor=0, multi_processor_count=132, total_memory=2**36)
+"""Properties of a GPU, by which Transformer Engine chooses a recipe of fp8, which no layer then uses."""
 _COMPILED = ("transformer_engine_torch", "onnx", "onnxscript")
 """Packages with compiled code; nothing of them runs."""
 
@@ -39,33 +42,44 @@ def import_engine() -> None:
         name = name.removesuffix(".__init__")
         stand_in.__spec__, stand_in.__path__ = ModuleSpec(name, None), []
         sys.modules[name] = stand_in
+    package.__version__ = version("transformer-engine")
     sys.modules["transformer_engine"] = package
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda name: None  # type: ignore[attr-defined]
     package.pytorch = importlib.import_module("transformer_engine.pytorch")
     _replace_kernels()
     torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: _HOPPER  # type: ignore[assignment]
     # megatron-core has kernels of its own for optimizers and norms of gradients.
     sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 
 def use_local_attention_and_norms() -> None:
     """Let models of Transformer Engine's layers have megatron-core's attention and torch's norms."""
-    from megatron.core.extensions import transformer_engine_spec_provider
+    from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from megatron.zero_bubble.mcore import layer_spec
+    from megatron.zero_bubble.mcore.attention import LocalAttention
 
-    for module in (transformer_engine_spec_provider, gpt_layer_specs):
-        module.TEDotProductAttention = DotProductAttention
-        module.TENorm = layer_spec.LocalNorm
+    class Attention(LocalAttention):
+        """Takes the number of a kernel's splits, which Transformer Engine's attention has."""
+
+        def __init__(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    local = {transformer_engine.TEDotProductAttention: Attention, transformer_engine.TENorm: layer_spec.LocalNorm}
+    assert gpt_layer_specs.TENorm in local
+    for name, module in list(sys.modules.items()):
+        for key, value in list(vars(module).items()) if name.startswith("megatron.core.") else ():
+            if isinstance(value, type) and value in local:
+                setattr(module, key, local[value])
     layer_spec.LayerNormImpl = layer_spec.LocalNorm
 
 
 def _replace_kernels() -> None:
-    names = ("base", "linear", "layernorm_linear", "grouped_linear")
-    modules = [importlib.import_module(f"transformer_engine.pytorch.module.{name}") for name in names]
+    names = ("module.base", "module.linear", "module.layernorm_linear", "module.grouped_linear", "cpp_extensions")
+    modules = [importlib.import_module(f"transformer_engine.pytorch.{name}") for name in names]
     for module in modules:
         for name, kernel in _KERNELS.items():
             if hasattr(module, name):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.launcher.launched import launch
+from tests.launcher.launched import Ended, launch
 
 TRAINER = find_spec("megatron.training")
 needs_trainer = pytest.mark.skipif(
@@ -64,11 +64,13 @@ class MegatronTrainings:
         size = ("--pipeline-model-parallel-size", str(ranks))
         return script, [*self._flags, *size, *saving, *flags.split()]
 
+    def job(self, ranks: int, script: Path, arguments: Sequence[str]) -> Ended:
+        return launch(ranks, script, *arguments)
+
     def output(self, flags: str, ranks: int = 2) -> str:
         """What the ranks print."""
         if (flags, ranks) not in self._outputs:
-            script, arguments = self.command(flags, ranks)
-            job = launch(ranks, script, *arguments)
+            job = self.job(ranks, *self.command(flags, ranks))
             assert job.status == 0, f"status {job.status}: {job.output[-2000:]}{job.errors[-6000:]}"
             self._outputs[flags, ranks] = job.output
         return self._outputs[flags, ranks]

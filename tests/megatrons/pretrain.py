@@ -18,7 +18,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import import_module
@@ -97,7 +101,12 @@ def build_model(
     if args.hybrid_layer_pattern:
         spec = import_module(args.spec)
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **options)
-    return GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts), **options)
+    if args.transformer_impl == "local":
+        return GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts), **options)
+    shape = {"use_transformer_engine": True, "vp_stage": vp_stage}
+    layers = get_gpt_decoder_block_spec(options["config"], normalization=args.normalization, **shape)
+    further = get_gpt_mtp_block_spec(options["config"], layers, **shape) if args.mtp_num_layers else None
+    return GPTModel(transformer_layer_spec=layers, mtp_block_spec=further, **options)
 
 
 def model_config(args: Namespace) -> Any:
