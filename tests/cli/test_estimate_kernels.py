@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
@@ -40,9 +43,13 @@ def test_kernels_do_not_change_parameters_and_operations(flags: tuple[str, ...])
         assert ours.flops == pytest.approx(theirs.flops, rel=0.01)
 
 
-def test_a_model_that_megatron_core_refuses_while_it_computes() -> None:
-    with pytest.raises(ValueError, match=r"^megatron-core refuses this model: `moe_apply_probs_on_input` only works"):
-        job(*EXPERTS, "--moe-router-topk", "2", "--moe-apply-probs-on-input")
+def test_a_model_that_megatron_core_refuses_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: TopKRouter, *args: Any) -> None:
+        raise AssertionError("Sinkhorn routing does not support aux loss.")
+
+    monkeypatch.setattr(TopKRouter, "forward", refuse)
+    with pytest.raises(ValueError, match=r"^megatron-core refuses this model: Sinkhorn routing does not support"):
+        job(*EXPERTS)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

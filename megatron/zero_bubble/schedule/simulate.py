@@ -108,10 +108,10 @@ class _Step(NamedTuple):
 
     time: float
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of each needed result, if the rank only waits for the arrivals of the results; else empty."""
+    """(slot, transit) of each needed result, for an operation that only waits for arrivals; empty for others."""
     waits: tuple[_Wait, ...]
-    """The needed results, if one of them is optional, belongs to another microbatch, or comes in a message that
-    occupies the rank; else empty."""
+    """The needed results of other operations: a result may be optional, of another microbatch, or in a message that
+    occupies the rank. Empty for operations with `plain_waits`."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float
