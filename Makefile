@@ -89,7 +89,7 @@ test-browser: $(INSTALLED) $(PYODIDE)
 	$(BIN)/python -m pytest tests/browser $(FLAGS)
 
 # The launcher under Megatron's trainer, and our own trainer: its checkpoints, and sequences cut for several ranks.
-# Also layers of Transformer Engine: its Python, with torch's functions in the places of its kernels.
+# At the end, the layers of Transformer Engine: its Python, with torch's functions in the places of its kernels.
 test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINES)
 	for folder in $(MEGATRON_LM); do \
 		echo "== Megatron of $$folder"; \
@@ -101,10 +101,12 @@ test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINES)
 			tests/end_to_end/test_multi_token.py::test_their_losses_are_logged_as_megatron_lm_does \
 			tests/end_to_end/test_multi_token.py::test_the_losses_of_experts_are_collected_in_rehearsals_and_recomputed_blocks \
 			tests/end_to_end/test_hybrid_trainings.py::test_a_resumed_training_equals_an_uninterrupted_one \
-			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes && \
-		PYTHONPATH=$$folder:$(lastword $(ENGINES)) $(PYTEST) tests/engines $(FLAGS) || exit 1; \
+			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
+			|| exit 1; \
 	done
-	for folder in $(ENGINES); do PYTHONPATH=$$folder $(PYTEST) tests/engines $(FLAGS) || exit 1; done
+	for folder in $(ENGINES) $(lastword $(MEGATRON_LM)):$(lastword $(ENGINES)); do \
+		PYTHONPATH=$$folder $(PYTEST) tests/engines $(FLAGS) || exit 1; \
+	done
 
 $(CURDIR)/build/transformer_engine-%: | $(INSTALLED)
 	rm -rf $@ $@.part

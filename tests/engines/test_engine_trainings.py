@@ -1,7 +1,7 @@
 """Megatron's own trainer, with layers of Transformer Engine, computes with our schedules what it computes alone.
 
-`make test-megatron` runs this for each version of Megatron with the newest Transformer Engine, whose Python calls
-torch's functions in the places of its kernels. W must be deferred for nearly all weights.
+`make test-megatron` runs this for the newest Megatron with the newest Transformer Engine, whose Python calls torch's
+functions in the places of its kernels. W must be deferred for nearly all weights.
 """
 
 from __future__ import annotations
