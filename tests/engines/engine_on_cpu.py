@@ -57,7 +57,6 @@ def import_engine() -> None:
 def use_local_attention_and_norms() -> None:
     """Let models of Transformer Engine's layers have megatron-core's attention and torch's norms."""
     from megatron.core.extensions import transformer_engine
-    from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron.zero_bubble.mcore import layer_spec
     from megatron.zero_bubble.mcore.attention import LocalAttention
@@ -69,12 +68,10 @@ def use_local_attention_and_norms() -> None:
             super().__init__(*args, **kwargs)
 
     local = {transformer_engine.TEDotProductAttention: Attention, transformer_engine.TENorm: layer_spec.LocalNorm}
-    assert gpt_layer_specs.TENorm in local
     for name, module in list(sys.modules.items()):
-        for key, value in list(vars(module).items()) if name.startswith("megatron.core.") else ():
+        for key, value in list(vars(module).items()) if name.startswith("megatron.") else ():
             if isinstance(value, type) and value in local:
                 setattr(module, key, local[value])
-    layer_spec.LayerNormImpl = layer_spec.LocalNorm
 
 
 def _replace_kernels() -> None:

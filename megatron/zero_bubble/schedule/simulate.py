@@ -110,8 +110,8 @@ class _Step(NamedTuple):
     plain_waits: tuple[tuple[int, float | None], ...]
     """(slot, transit) of each needed result, for an operation that only waits for arrivals; empty for others."""
     waits: tuple[_Wait, ...]
-    """The needed results of other operations: a result may be optional, of another microbatch, or in a message that
-    occupies the rank. Empty for operations with `plain_waits`."""
+    """The needed results, for an operation with a result that is optional, of another microbatch, or in a message that
+    occupies the rank; empty for others."""
     slots: tuple[int, ...]
     """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float

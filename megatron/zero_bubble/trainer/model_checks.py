@@ -87,14 +87,16 @@ def check_experts(args: Arguments, has_cuda: bool) -> None:
         )
     if args.moe_grouped_gemm and not has_cuda:
         raise ValueError("--moe-grouped-gemm needs CUDA, because it is a CUDA kernel: leave it out")
-    if experts is not None and not 1 <= args.moe_router_topk <= experts:
+    if experts is None:
+        return
+    if not 1 <= args.moe_router_topk <= experts:
         raise ValueError(f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}")
-    if experts is not None and "sinkhorn" in args.moe_router_load_balancing_type and np.any(args.moe_aux_loss_coeff):
+    if "sinkhorn" in args.moe_router_load_balancing_type and np.any(args.moe_aux_loss_coeff):
         raise ValueError(
             "--moe-aux-loss-coeff with --moe-router-load-balancing-type sinkhorn: megatron-core balances Sinkhorn's "
             "routes without a loss: leave the coefficient out"
         )
-    if experts is not None and args.moe_apply_probs_on_input and args.moe_router_topk > 1:
+    if args.moe_apply_probs_on_input and args.moe_router_topk > 1:
         raise ValueError(
             f"--moe-apply-probs-on-input needs --moe-router-topk 1, got {args.moe_router_topk}: each of several "
             "experts would need an input of its own"
