@@ -49,8 +49,9 @@ def test_where_b_and_w_are_fused_w_runs_at_the_end_of_the_backward(recompute):
     assert not model.first.queue
 
 
-def test_the_order_is_the_stores():
-    store, model = WeightGradStore(), DeferringLayers()
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_the_order_is_the_stores_and_hooks_run_once_a_microbatch(num_uses):
+    store, model = WeightGradStore(), DeferringLayers(num_uses=num_uses)
     split_weight_gradients([model], store)
     ran = []
     for name in ("first", "second"):
@@ -60,18 +61,19 @@ def test_the_order_is_the_stores():
             model(x).backward(gradient)
         store.flush(0, m)
     assert ran == []
-    assert len(model.first.queue) == MICROBATCHES
+    assert len(model.first.queue) == MICROBATCHES * num_uses
     store.pop(0, 0)
     assert ran == ["second", "first"]
     store.pop_by_parameter(0, [1, 2], lambda microbatch: ran.append(microbatch))
-    assert ran[2:] == [1, "second", 2, "second", 1, "first", 2, "first"]
+    ones, twos = [1] * num_uses, [2] * num_uses
+    assert ran[2:] == [*ones, "second", *twos, "second", *ones, "first", *twos, "first"]
 
 
 @pytest.mark.parametrize("run", ["split", "fused"])
 @pytest.mark.parametrize("bias_gradient", [None, "in W", "in B", "from the caller"])
 @pytest.mark.parametrize("num_uses", [1, 2])
 def test_ddp_accumulates_at_w(run, bias_gradient, num_uses):
-    """Each W takes the gradient of its own microbatch's bias, whether W computes it or B has."""
+    """DDP adds the sum over a microbatch's uses, as autograd does, whether B or W computes the bias's gradient."""
     store, model = WeightGradStore(), DeferringLayers(bias_gradient=bias_gradient, num_uses=num_uses)
     split_weight_gradients([model], store)
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
@@ -79,10 +81,7 @@ def test_ddp_accumulates_at_w(run, bias_gradient, num_uses):
     run_split(ddp, store) if run == "split" else run_fused(ddp)
     expected = run_fused(reference(bias_gradient=bias_gradient, num_uses=num_uses))
     for name, parameter in model.named_parameters():
-        if num_uses == 1:
-            assert torch.equal(parameter.main_grad, expected[name]), name
-        else:  # autograd sums the uses of a microbatch first
-            torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-4, atol=1e-4)
+        assert torch.equal(parameter.main_grad, expected[name]), name
         assert parameter.grad is None
 
 

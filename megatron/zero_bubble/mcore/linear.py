@@ -28,10 +28,9 @@ from megatron.core.utils import unwrap_model
 from megatron.zero_bubble.mcore.transformer_engine import (
     deferred_parameters,
     defers_by_itself,
-    placeholder_gradient,
     put_into_store,
 )
-from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad
+from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad, placeholder_gradient
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _Linear = layers.LinearWithGradAccumulationAndAsyncCommunication

@@ -9,12 +9,15 @@ runs the oldest W of the queue and calls the hooks that DDP registered. A zero-b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from packaging.version import Version
 
+from megatron.zero_bubble.mcore.weight_grad import MicrobatchSum, MicrobatchSums, is_in_main_grad, placeholder_gradient
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
@@ -56,19 +59,24 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 def put_into_store(module: Any, store: WeightGradStore) -> None:
     """Make each backward of `module` put its W into `store`.
 
-    If `store` is not deferring, W runs at the end of the backward.
+    If `store` is not deferring, W runs at the end of the backward. If a forward uses the module several times, DDP's
+    hooks run after the last W of the microbatch, with the sum of the gradients.
 
     Transformer Engine computes the gradient of the bias in B, not in W, in two cases: in fp8, and if the caller of the
     module adds the bias. A bias gradient that B has computed is kept until the W of the same microbatch, because each
-    call of `backward_dw()` lets DDP's hook add only one microbatch's gradient to `main_grad`.
+    call of DDP's hook adds one microbatch's gradient to `main_grad`.
     """
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
         getattr(module, name).skip_backward_post_hook = True
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
+    sums = {parameter: MicrobatchSums(store) for parameter in parameters}
     of_b: dict[torch.Tensor, deque[torch.Tensor]] = {}
+    hooks: list[Callable[[], None]] = []
+    # DDP's hooks are not registered with the module, because `backward_dw()` would call them for each term of a sum.
+    module.register_wgrad_accumulation_and_reduce_hooks = hooks.append
 
-    def compute_weight_grad() -> None:
+    def compute_weight_grad(totals: list[MicrobatchSum]) -> None:
         for parameter in parameters:
             if is_in_main_grad(parameter):
                 parameter.grad = placeholder_gradient(parameter)
@@ -76,13 +84,19 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
                 # B may have one gradient for all uses of the module, which the first W takes.
                 parameter.grad = of_b[parameter].popleft() if of_b[parameter] else placeholder_gradient(parameter)
         module.backward_dw()
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total.add(parameter.grad, parameter)
+        if all(total.num_missing == 0 for total in totals):
+            for hook in hooks:
+                hook()
 
     def on_backward(gradient: torch.Tensor) -> None:
         # The module's own backward runs next and queues the inputs of W.
+        run = partial(compute_weight_grad, [sums[parameter].expect() for parameter in parameters])
         if store.is_deferring:
-            store.put(compute_weight_grad, held=(gradient,), parameter=module)
+            store.put(run, held=(gradient,), parameter=module)
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(compute_weight_grad)
+            torch.autograd.Variable._execution_engine.queue_callback(run)
 
     def on_gradient_of_b(parameter: torch.Tensor) -> None:
         # For a weight whose W adds to `main_grad`, B's gradient is a dummy as large as the weight.
@@ -99,16 +113,3 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(on_gradient_of_b)
     module.register_forward_hook(on_forward)
-
-
-def is_in_main_grad(parameter: Any) -> bool:
-    """Tell whether a kernel adds this weight's gradient directly to `main_grad` (`gradient_accumulation_fusion`)."""
-    return getattr(parameter, "grad_added_to_main_grad", False)
-
-
-def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return a placeholder for a gradient that is in `main_grad`: zeros in the shape of `weight`, stored as one number.
-
-    DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
-    """
-    return weight.detach().new_zeros(1).expand_as(weight)

@@ -38,8 +38,7 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.mcore.transformer_engine import placeholder_gradient
-from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
+from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad, placeholder_gradient
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.zero_bubble.mcore.transformer_engine import placeholder_gradient
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
@@ -26,8 +25,7 @@ class LayerWeightGrad:
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._hook: Callable[[], None] | None = None
-        self._sum = MicrobatchSum()
-        self._of_microbatch = -1
+        self._sums = MicrobatchSums(store)
         self.store = store
         # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
         # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
@@ -45,11 +43,8 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the current microbatch's `MicrobatchSum`; each call adds one to the sum's number of expected terms."""
-        if self._of_microbatch != self.store.num_flushed:
-            self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
-        self._sum.num_missing += 1
-        return self._sum
+        """Return the current microbatch's `MicrobatchSum`, which now expects one more term."""
+        return self._sums.expect()
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
         """Add the term `grad` to the sum `into`; if the sum is complete, add it to `weight.grad` and call DDP's hook.
@@ -57,7 +52,7 @@ class LayerWeightGrad:
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
         """
-        total = into.add(grad)
+        total = into.add(grad, weight)
         if total is None:
             return
         assert self._hook is None or weight.grad is None, "a weight's gradient was computed twice"
@@ -83,13 +78,33 @@ class MicrobatchSum:
         self.num_missing = 0
         self._total: torch.Tensor | None = None
 
-    def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a term of the weight gradient; return the sum if this term is the last one, otherwise None."""
+    def add(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """Add a term of the weight gradient; return the sum if this term is the last one, otherwise None.
+
+        Args:
+            grad: the term, or a placeholder if a kernel has added the term to `main_grad` of `weight`.
+        """
         self.num_missing -= 1
-        total = grad if self._total is None else self._total + grad
+        total = grad if self._total is None or is_in_main_grad(weight) else self._total + grad
         # A complete sum is not kept, because it is as large as the weight.
         self._total = total if self.num_missing else None
         return total if self.num_missing == 0 else None
+
+
+class MicrobatchSums:
+    """Provides the `MicrobatchSum` of the microbatch whose B runs."""
+
+    def __init__(self, store: WeightGradStore) -> None:
+        self._store = store
+        self._current = MicrobatchSum()
+        self._of_microbatch = -1
+
+    def expect(self) -> MicrobatchSum:
+        """Return the current microbatch's sum; each call adds one to the number of terms that this sum expects."""
+        if self._of_microbatch != self._store.num_flushed:
+            self._of_microbatch, self._current = self._store.num_flushed, MicrobatchSum()
+        self._current.num_missing += 1
+        return self._current
 
 
 @dataclass(eq=False)
@@ -144,3 +159,16 @@ def add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.
     add(total_input, grad_output, weight.main_grad)
     weight.grad_added_to_main_grad = True
     return placeholder_gradient(weight)
+
+
+def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Return a placeholder for a gradient that is in `main_grad`: zeros in the shape of `weight`, stored as one number.
+
+    DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
+    """
+    return weight.detach().new_zeros(1).expand_as(weight)
+
+
+def is_in_main_grad(parameter: Any) -> bool:
+    """Tell whether a kernel adds this weight's gradient directly to `main_grad` (`gradient_accumulation_fusion`)."""
+    return getattr(parameter, "grad_added_to_main_grad", False)
