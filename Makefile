@@ -19,6 +19,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on. WORKERS=2 is how many
 # files of tests run at once: many of them start up to eight ranks, which wait for each other more than they compute.
+# SHARE=1 or SHARE=2 runs half of the files of test-rest, or test-megatron with one of its two Megatrons.
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +30,9 @@ BY_FILE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 ENGINES := $(addprefix $(CURDIR)/build/transformer_engine-,2.11.0 2.20.2)
-MEGATRON_LM ?= $(addprefix $(CURDIR)/build/megatrons/,0.18.2 0.19.2)
+MEGATRONS := $(addprefix $(CURDIR)/build/megatrons/,0.18.2 0.19.2)
+MEGATRON_LM ?= $(if $(SHARE),$(word $(SHARE),$(MEGATRONS)),$(MEGATRONS))
+IN_SHARE = $(if $(SHARE),$$(grep -rl exhaustive tests --include='test_*.py' --exclude-dir=megatrons | sort | awk 'NR % 2 == $(SHARE) % 2'))
 
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
 PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
@@ -71,7 +74,7 @@ test: $(INSTALLED)
 	$(PYTEST) $(BY_FILE) $(FLAGS)
 
 test-rest: $(INSTALLED)
-	$(PYTEST) $(BY_FILE) -m exhaustive --durations 10 $(FLAGS)
+	$(PYTEST) $(BY_FILE) -m exhaustive --durations 10 $(IN_SHARE) $(FLAGS)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(BY_FILE) -m "" $(FLAGS)
