@@ -11,7 +11,7 @@ SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4
 SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
 FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 UNTIED = "--untie-embeddings-and-output-weights"
-LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
+LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "12"]
 POST_VALIDATION = ["--zero-bubble", "--zero-bubble-post-validation"]
 EIGHT, FOUR = ["--world-size", "8"], ["--world-size", "4"]
 

@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.estimate_command import main
 
 GIB = 2**30
 JOB = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--bf16"]
-JOB += ["--micro-batch-size", "2", "--global-batch-size", "32", "--vocab-size", "1000"]
+JOB += ["--micro-batch-size", "2", "--global-batch-size", "16", "--vocab-size", "1000"]
 JOB += ["--pipeline-model-parallel-size", "4", "--untie-embeddings-and-output-weights"]
 LIMIT = "--zero-bubble-memory-limit"
 

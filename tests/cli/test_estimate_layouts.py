@@ -23,7 +23,7 @@ def layout_of(capsys: pytest.CaptureFixture[str], *command: str) -> dict[str, An
 
 def test_the_layout_is_the_one_that_a_training_would_choose_and_its_flags_give_the_same_estimate(capsys):
     output = lines_of(capsys, "--schedule", "auto", "--", *JOB, "--zero-bubble", LIMIT, "auto")
-    start = next(k for k, line in enumerate(output) if line.startswith(" > layout chosen for 4 ranks and 16 "))
+    start = next(k for k, line in enumerate(output) if line.startswith(" > layout chosen for 4 ranks and 8 "))
     assert any(line.startswith("     chosen: ") for line in output[start:])
     assert "the same layout in another run: --pipeline-model-parallel-layout " in output[-1]
     layout = layout_of(capsys, "--", *JOB, "--zero-bubble", LIMIT, "auto")["layout"]

@@ -95,7 +95,7 @@ def test_the_speed_is_that_over_1f1b():
 
 
 def test_a_point_of_the_plot_is_that_of_memory_curve(capsys):
-    words = ["--schedule=auto", *SIZE, *TIMES]
+    words = ["--schedule=auto", *SIZE, "--num-microbatches=6", *TIMES]
     expected = printed(capsys, "memory-curve", "--json", "--from=0.125", "--to=1", "--step=0.875", *words)
     found = [ask("point", words=words, limit=limit) for limit in (0.5, 4.0)]
     assert found[0]["smallest"] > 0.5

@@ -21,6 +21,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """Two iterations of eight, saved, and from there to the fourth with other flags."""
     root = tmp_path_factory.mktemp("schedule")
     base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]
+    base += ["--zero-bubble-keep-layout"]  # saves the rehearsal of other layouts
     base += ["--lr-decay-iters", "8", "--train-iters", "4"]
     load = [*base, "--load", str(root / "checkpoints")]
     lower = [*load, "--lr", "5e-3", "--min-lr", "1e-3", "--weight-decay", "0.1"]

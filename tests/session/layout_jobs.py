@@ -18,7 +18,7 @@ HEAVY = replace(MODEL, output=replace(OUTPUT, time_f=6, time_b=6, time_w=6), lay
 
 
 def flags(**given: object) -> JobFlags:
-    known = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16, "world_size": 4}
+    known = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 8, "world_size": 4}
     made = JobFlags(**{"zero_bubble": True, **known, **given})
     return JobFlags(**{**vars(made), "model_chunks": chunks_of_flags(made)})
 

@@ -23,7 +23,7 @@ def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
 def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
     found = choose_layout(WHOLE, MODEL, None, 1024)
     lines = list(layout_lines(found, flags_of_layout(found.plan.layout)))
-    assert lines[0] == " > layout chosen for 4 ranks and 16 microbatches"
+    assert lines[0] == " > layout chosen for 4 ranks and 8 microbatches"
     assert "8 layers 1.00 + 1.00 + 0.80 each; embedding 0.01 + 0.00 + 0.01; output 3.00 + 3.00 + 3.00" in lines[1]
     assert lines[3].split()[:5] == ["chosen:", "linear", "2", "3x2", "0"]
     assert lines[4].startswith("     Megatron's split, auto  2x4 ")
