@@ -51,6 +51,10 @@ MODELS = {
         f"--hybrid-layer-pattern M-*EG-*E {MAMBA} {DELTA} {EXPERTS} --moe-latent-size 16 --squared-relu "
         "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
     ),
+    "prediction layers that share their weights": (
+        "--num-layers 4 --swiglu --position-embedding-type rope --mtp-num-layers 2 --mtp-use-repeated-layer "
+        "--untie-embeddings-and-output-weights"
+    ),
     "bf16, parts of layers recomputed": (
         f"--num-layers 4 --swiglu {EXPERTS} --bf16 --group-query-attention --num-query-groups 2 "
         "--recompute-granularity selective --recompute-modules layernorm moe_act"
