@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, Timeline, lower, simulate, validate
 
+LITTLE = 20_000
+"""An effort for tests of what any plan has to be, fast or not."""
 ROWS = json.loads((Path(__file__).parent / "zero_bubble_paper.json").read_text())["bubble_rates"]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, lower, simulate, validate
 from tests.planner.planning import ROWS, checked, random_costs, row_costs, row_id
 
@@ -23,28 +24,28 @@ def cost_of(name, p, m, costs, **options):
 @pytest.mark.parametrize(("name", "factor"), [("zb-1p", 1), ("zb-2p", 2)])
 def test_no_worse_than_published(row, name, factor):
     p, m, costs = row["num_stages"], row["num_microbatches"], row_costs(row)
-    timeline = simulate(generate(name, p, m, costs=costs), costs)
+    timeline = simulate(generate(name, p, m, costs=costs, effort=QUICK_EFFORT), costs)
     assert round(timeline.bubble_rate, 4) <= row["bubble_rate"][name]
     assert max(timeline.peak_memory) <= factor * p
     bound = lower_bounds(Placement("linear", p), m, costs, factor * p).span
     assert timeline.cost <= bound * (1.005 if name == "zb-2p" else 1 + 1e-9)
 
 
-LARGER = (pytest.param(row, id=row_id(row), marks=pytest.mark.exhaustive) for row in (ROWS[3], ROWS[5]))
+LARGER = (pytest.param(row, EFFORT, id=row_id(row), marks=pytest.mark.exhaustive) for row in (ROWS[3], ROWS[5]))
 
 
-@pytest.mark.parametrize("row", [pytest.param(ROWS[0], id=row_id(ROWS[0])), *LARGER])
-def test_more_memory_never_costs_time_and_nothing_published_is_better(row):
+@pytest.mark.parametrize(("row", "effort"), [pytest.param(ROWS[0], QUICK_EFFORT, id=row_id(ROWS[0])), *LARGER])
+def test_more_memory_never_costs_time_and_nothing_published_is_better(row, effort):
     p, m, costs = row["num_stages"], row["num_microbatches"], row_costs(row)
     rates = []
     for eighths in EIGHTHS:
         limit = p * eighths / 8
-        timeline = simulate(generate("auto", p, m, costs=costs, memory_limit=limit), costs)
+        timeline = simulate(generate("auto", p, m, costs=costs, memory_limit=limit, effort=effort), costs)
         assert max(timeline.peak_memory) <= limit
         rates.append(timeline.bubble_rate)
     assert all(more <= less + 1e-12 for less, more in itertools.pairwise(rates))
     for name in ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p"):
-        published = simulate(generate(name, p, m, costs=costs), costs)
+        published = simulate(generate(name, p, m, costs=costs, effort=effort), costs)
         first = next(rate for e, rate in zip(EIGHTHS, rates, strict=True) if p * e / 8 >= max(published.peak_memory))
         assert first <= published.bubble_rate + 1e-12
         assert round(first, 4) <= row["bubble_rate"][name]
@@ -68,8 +69,8 @@ def test_unequal_stages_are_planned_for(p, m, head):
     costs = with_vocabulary(p, head)
     equal = StageCosts.uniform(p, 29.7, 29.4, 19.9, 0.5)
     for factor, name in ((1, "zb-1p"), (2, "zb-2p")):
-        planned = cost_of("auto", p, m, costs, memory_limit=factor * p)
-        assert planned <= simulate(generate(name, p, m, costs=equal), costs).cost + 1e-9
+        planned = cost_of("auto", p, m, costs, memory_limit=factor * p, effort=QUICK_EFFORT)
+        assert planned <= simulate(generate(name, p, m, costs=equal, effort=QUICK_EFFORT), costs).cost + 1e-9
         gain = 1 - planned / simulate(generate("zb-h1", p, m), costs).cost
         assert gain > (0.01 if factor == 1 else 0.05)
 
@@ -133,7 +134,7 @@ def test_with_activation_recomputation_never_slower_than_1f1b_in_its_memory(p: i
     """B adds memory there: what it recomputes lives until W."""
     costs = StageCosts.uniform(p, 1, 2, 0.5, memory_f=0.1, memory_b=0.4, memory_w=-0.5)
     limit = p * 0.1 + 0.4
-    planned = generate("auto", p, 2 * p, costs=costs, memory_limit=limit)
+    planned = generate("auto", p, 2 * p, costs=costs, memory_limit=limit, effort=QUICK_EFFORT)
     validate(lower(planned))
     timeline = simulate(planned, costs)
     assert timeline.cost <= simulate(generate("1f1b", p, 2 * p), costs).cost

@@ -15,6 +15,7 @@ from megatron.zero_bubble.schedule import Placement, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
+from tests.planner.planning import LITTLE
 
 PLANNERS = {
     "linear": plan_chunks,
@@ -37,7 +38,7 @@ def sharded_problem(kind: str, number: int, recompute: Recompute = Recompute.NON
     num_microbatches = generator.randint(1, 3 * num_ranks)
     limits = (limit,) * num_ranks
     return Problem(
-        placement, num_microbatches, costs, limits, recompute=recompute, takes_makespan=takes_makespan, budget=50_000
+        placement, num_microbatches, costs, limits, recompute=recompute, takes_makespan=takes_makespan, budget=LITTLE
     )
 
 

@@ -14,6 +14,7 @@ from megatron.zero_bubble.planner.fused_backwards import (
     with_some_backwards_fused,
 )
 from megatron.zero_bubble.planner.generate import request_for
+from megatron.zero_bubble.planner.request import QUICK_EFFORT
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate, validate
 
 COSTS = StageCosts.uniform(4, time_f=4, time_b=4, time_w=4, time_comm=0.1)
@@ -91,7 +92,9 @@ def test_one_f_one_b_is_never_faster_than_the_plan():
 def test_a_v_whose_b_adds_memory_is_planned():
     """A candidate has every W right after its B, so that B and W together add less memory."""
     costs = StageCosts.uniform(8, 2, 2, 2, 0.1, 0.1, 0.05, -0.15, saved_bw=0.5)
-    schedule = generate("auto", 4, 12, costs=costs, placement_kind="v", num_chunks=2, memory_limit=0.7)
+    schedule = generate(
+        "auto", 4, 12, costs=costs, placement_kind="v", num_chunks=2, memory_limit=0.7, effort=QUICK_EFFORT
+    )
     validate(schedule)
     assert max(simulate(schedule, costs).peak_memory) <= 0.7
     assert kinds(schedule)[OpKind.BW] > 0

@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, plan_layout, search_layouts
 from megatron.zero_bubble.planner.choice import SHARDING_GAIN, SIMPLER
 from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
+from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -70,16 +71,16 @@ def test_recomputation_is_not_lost_to_a_poor_first_plan() -> None:
 
 @pytest.mark.parametrize("head", [2, 5.7])
 def test_no_split_under_any_named_schedule_is_faster(head: float) -> None:
-    asked = linear_request(16, head, 4, 16)
+    asked = linear_request(10, head, 3, 9)
     found = search_layouts(asked)
     times = []
-    for partition in product(range(17), repeat=3):
-        last = 16 - sum(partition)
+    for partition in product(range(11), repeat=2):
+        last = 10 - sum(partition)
         if last < 0 or not all(partition[1:]):
             continue
         layout = Layout(asked.placement, (*partition, last))
-        work = max(asked.model.of_stages(layout.partition, layout.placement).work(stage) for stage in range(4))
-        if 16 * work < found.time:
+        work = max(asked.model.of_stages(layout.partition, layout.placement).work(stage) for stage in range(3))
+        if 9 * work < found.time:
             times += [plan.time for plan in _plans(asked, layout)]
     assert times
     assert found.time <= min(times) * SIMPLER
@@ -153,8 +154,8 @@ def test_more_ranks_than_layers_are_refused() -> None:
 # The lighter output takes as many seconds of searching.
 @pytest.mark.parametrize(("head", "gain"), [pytest.param(2, 1.1, marks=pytest.mark.exhaustive), (5.7, 1.25)])
 def test_a_heavy_vocabulary_is_spread_where_that_is_faster(head: float, gain: float) -> None:
-    """Eight ranks, 32 layers: the best layout with shards against the best of whole layers, in any placement."""
-    asked = request(model(32, head), 8, 32)
+    """Six ranks, 24 layers: the best layout with shards against the best of whole layers, in any placement."""
+    asked = request(model(24, head), 6, 18, effort=QUICK_EFFORT)
     whole, chosen = search_layouts(asked), search_layouts(replace(asked, vocabulary_parallel=None))
     assert not whole.layout.vocabulary_parallel
     assert chosen.layout.vocabulary_parallel
@@ -167,7 +168,7 @@ def test_a_heavy_vocabulary_is_spread_where_that_is_faster(head: float, gain: fl
 
 def test_a_light_vocabulary_stays_on_its_stages() -> None:
     assert not search_layouts(
-        request(model(32, 0.05), 4, 32, vocabulary_parallel=None, memory_limit=64)
+        request(model(32, 0.05), 4, 32, vocabulary_parallel=None, memory_limit=64, effort=QUICK_EFFORT)
     ).layout.vocabulary_parallel
 
 
@@ -224,10 +225,18 @@ def test_more_chunks_are_chosen_where_they_are_faster() -> None:
     assert more.layout.placement.num_chunks >= four.layout.placement.num_chunks
 
 
-@pytest.mark.parametrize("number", [0, 1, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in range(2, 12))])
-def test_two_measurements_of_the_same_costs_choose_the_same_layout(number: int) -> None:
+# With the default effort a search takes several times as long.
+@pytest.mark.parametrize(
+    ("number", "effort"),
+    [
+        (0, QUICK_EFFORT),
+        (1, QUICK_EFFORT),
+        *(pytest.param(more, EFFORT, marks=pytest.mark.exhaustive) for more in range(12)),
+    ],
+)
+def test_two_measurements_of_the_same_costs_choose_the_same_layout(number: int, effort: int) -> None:
     """Times that differ by up to 1.5%: if the layouts differ, each is as good with the costs of the other."""
-    asked = random_request(number)
+    asked = replace(random_request(number), effort=effort)
     measured = [replace(asked, costs=_measured(asked.model, f"{number} {again}")) for again in range(3)]
     chosen = [search_layouts(one) for one in measured]
     layouts = {plan.layout for plan in chosen}
@@ -251,10 +260,14 @@ def _measured(costs: ModelCosts, seed: str) -> ModelCosts:
     return replace(costs, embedding=one(costs.embedding), layers=layers, output=one(costs.output))
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in (1, 2))])
-def test_a_choice_is_hardly_slower_than_any_fixed_one(number: int) -> None:
+# With the default effort a search takes several times as long.
+@pytest.mark.parametrize(
+    ("number", "effort"),
+    [(0, QUICK_EFFORT), *(pytest.param(more, EFFORT, marks=pytest.mark.exhaustive) for more in range(3))],
+)
+def test_a_choice_is_hardly_slower_than_any_fixed_one(number: int, effort: int) -> None:
     """Random models: with all axes fixed by hand nothing is found that is faster than the preferences allow."""
-    asked = random_request(number)
+    asked = replace(random_request(number), effort=effort)
     chosen = search_layouts(asked)
     fixed = []
     for placement, recompute, spreads in product(asked.placements, asked.recomputes, (False, True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from megatron.zero_bubble.planner.fused_backwards import with_separate_backwards
 from megatron.zero_bubble.planner.offloading import RULES, CopyRule, with_copies
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import placement_for
-from megatron.zero_bubble.planner.request import EFFORT
+from megatron.zero_bubble.planner.request import QUICK_EFFORT
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.host_link import num_offloaded, without_copies
@@ -29,6 +30,7 @@ def costs_of(name: str, copy: float, recompute: Recompute = Recompute.NONE) -> S
     return replace(costs, time_d=times, time_h=times, memory_d=tuple(15 / 16 * held for held in costs.memory_f))
 
 
+@cache
 def planned(name: str, limit: float, copy: float, **options):
     costs = costs_of(name, copy, options.get("recompute", Recompute.NONE))
     options = {"costs": costs, "memory_limit": limit, "effort": 30_000, **options}
@@ -58,8 +60,9 @@ def test_a_v_runs_in_half_of_its_memory_where_copies_back_and_forth_take_as_long
     costs = default_costs(placement_for("zb-v", 8))
     stages = costs.num_stages
     costs = replace(costs, time_d=(1.5,) * stages, time_h=(1.5,) * stages, memory_d=(15 / 32,) * stages)
-    half = simulate(generate("zb-v", 8, 32, costs=costs, memory_limit=4, offloads=True, takes_makespan=True), costs)
-    whole = simulate(generate("zb-v", 8, 32, costs=costs), costs)
+    options = {"costs": costs, "effort": QUICK_EFFORT}
+    half = simulate(generate("zb-v", 8, 32, memory_limit=4, offloads=True, takes_makespan=True, **options), costs)
+    whole = simulate(generate("zb-v", 8, 32, **options), costs)
     assert half.makespan <= 1.01 * whole.makespan
 
 
@@ -68,8 +71,8 @@ def test_w_runs_while_a_rank_waits_for_copies(num_ranks, num_microbatches):
     """In the memory of V-Min, with a link as fast as F, a V takes the time that it takes without a limit."""
     costs = replace(default_costs(placement_for("zb-v", num_ranks)), memory_d=(0.45,) * 2 * num_ranks)
     costs = replace(costs, time_d=(0.45,) * 2 * num_ranks, time_h=(0.45,) * 2 * num_ranks)
-    smallest = max(simulate(generate("v-min", num_ranks, num_microbatches), costs).peak_memory)
-    options = {"costs": costs, "memory_limit": smallest, "offloads": True}
+    smallest = max(simulate(generate("v-min", num_ranks, num_microbatches, effort=QUICK_EFFORT), costs).peak_memory)
+    options = {"costs": costs, "memory_limit": smallest, "offloads": True, "effort": QUICK_EFFORT}
     copied = simulate(generate("zb-v", num_ranks, num_microbatches, **options), costs)
     work = num_microbatches * 2 * (costs.time_f[0] + costs.time_b[0] + costs.time_w[0])
     assert copied.makespan <= 1.02 * (work + (num_ranks - 1) * costs.time_f[0])
@@ -123,7 +126,7 @@ def test_stages_that_restore_in_groups_copy_where_that_is_faster():
 
 def test_a_plan_that_may_recompute_and_copy_is_not_slower_than_one_that_may_do_either():
     ways = ({"recompute": Recompute.PLANNED}, {"offloads": True})
-    options = {"takes_makespan": True, "effort": EFFORT}
+    options = {"takes_makespan": True}
     both = planned("auto", 2, 0.75, **ways[0], **ways[1], **options).makespan
     assert both <= min(planned("auto", 2, 0.75, **way, **options).makespan for way in ways)
 

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedul
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from tests.planner.planning import checked, wild_costs
+from tests.planner.planning import LITTLE, checked, wild_costs
 
 NAMED = ("interleaved-1f1b", "interleaved-zb")
 
@@ -65,10 +65,11 @@ def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_mak
 def test_any_number_of_microbatches_is_planned_in_any_memory(v, m, recompute):
     """megatron-core's interleaved schedule needs a multiple of the ranks."""
     costs = default_costs(Placement("interleaved", 4, v), recompute)
+    options = {"num_chunks": v, "costs": costs, "recompute": recompute, "effort": LITTLE}
     with pytest.raises(Infeasible, match="rank 0 needs at least") as error:
-        generate("auto", 4, m, num_chunks=v, costs=costs, memory_limit=0.1, recompute=recompute)
+        generate("auto", 4, m, memory_limit=0.1, **options)
     for limit in (error.value.smallest_limit, 4, 100):
-        checked(generate("auto", 4, m, num_chunks=v, costs=costs, memory_limit=limit, recompute=recompute), costs)
+        checked(generate("auto", 4, m, memory_limit=limit, **options), costs)
 
 
 def forwards(schedule, rank):
@@ -79,7 +80,7 @@ def forwards(schedule, rank):
 def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
     """In the order of megatron-core's groups dropout draws the numbers that it draws there."""
     costs = StageCosts.uniform(8, 1, 1, 0.7, 0.5, 0.5, -0.25, -0.25)
-    options = {"num_chunks": 2, "costs": costs, "group_size": group_size}
+    options = {"num_chunks": 2, "costs": costs, "group_size": group_size, "effort": LITTLE}
     named = generate("interleaved-1f1b", 4, 12, num_chunks=2, group_size=group_size)
     for limit in (5.5, 20):
         planned = generate("auto", 4, 12, memory_limit=limit, **options)

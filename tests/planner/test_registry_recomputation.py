@@ -13,11 +13,12 @@ from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.planner.auto import multiple_of_p
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, one_f_one_b_peaks
+from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed, with_recomputation
-from tests.planner.planning import checked, random_costs
+from tests.planner.planning import LITTLE, checked, random_costs
 
 FULL, PLANNED = Recompute.FULL, Recompute.PLANNED
 EQUAL = StageCosts.uniform(8, time_r=1, memory_r=15 / 16)
@@ -97,22 +98,23 @@ def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data
         assert not fits(other, limits) or timeline.cost <= other.cost * (1 + 1e-9), schedule.name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 3), st.integers(1, 5))
 def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name, p, m):
     costs = data.draw(costs_with_r(2 * p))
     limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
+    options = {"memory_limit": limits, "effort": LITTLE}
     try:
-        planned = generate(name, p, m, costs=costs, memory_limit=limits, recompute=FULL)
+        planned = generate(name, p, m, costs=costs, recompute=FULL, **options)
     except Infeasible as error:
-        generate(name, p, m, costs=costs, memory_limit=error.smallest_limit, recompute=FULL)
+        generate(name, p, m, costs=costs, memory_limit=error.smallest_limit, recompute=FULL, effort=LITTLE)
         return
     timeline = checked(planned, costs)
     assert fits(timeline, limits)
     assert recomputes_all(planned)
     assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, FULL).span * (1 - 1e-9)
     try:
-        inside = generate(name, p, m, costs=costs.recomputing_in_backward(), memory_limit=limits)
+        inside = generate(name, p, m, costs=costs.recomputing_in_backward(), **options)
     except Infeasible:
         return
     other = simulate(with_recomputation(inside), costs)
@@ -138,7 +140,8 @@ def test_what_r_costs_changes_no_plan_that_keeps_everything(name):
     num_stages = 8 if name.startswith(("zb-v", "v-")) else 4
     costs = replace(StageCosts.uniform(num_stages, 3, 2, 1, 0.5), memory_f=(1.0, 1.25) * (num_stages // 2))
     with_r = replace(costs, time_r=tuple(range(num_stages)), memory_r=(0.5,) * num_stages)
-    assert generate(name, 4, 6, costs=with_r) == generate(name, 4, 6, costs=costs)
+    with_r, without = (generate(name, 4, 6, costs=each, effort=LITTLE) for each in (with_r, costs))
+    assert with_r == without
 
 
 PUBLISHED = StageCosts.uniform(8, 18.5, 18.1, 9.3, 0.6, time_r=18, memory_r=15 / 16)
@@ -149,21 +152,23 @@ PUBLISHED = StageCosts.uniform(8, 18.5, 18.1, 9.3, 0.6, time_r=18, memory_r=15 /
 @pytest.mark.parametrize("multiple", [0.6, pytest.param(0.8, marks=pytest.mark.exhaustive)])
 def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_dropping_everything(costs, m, multiple):
     limit = multiple * max(one_f_one_b_peaks(Placement("linear", 8), costs, m))
+    options = {"memory_limit": limit, "effort": QUICK_EFFORT}
     kept, full, planned = (
-        checked(generate("auto", 8, m, costs=costs, memory_limit=limit, recompute=recompute), costs)
-        for recompute in Recompute
+        checked(generate("auto", 8, m, costs=costs, recompute=recompute, **options), costs) for recompute in Recompute
     )
     assert max(planned.peak_memory) <= limit
     assert planned.cost < 0.98 * min(kept.cost, full.cost)
     assert 0 < num_recomputed(planned.schedule) < num_recomputed(full.schedule)
 
 
-@pytest.mark.parametrize("multiple", [0.6, pytest.param(0.8, marks=pytest.mark.exhaustive)])
-def test_in_a_v_planned_takes_a_shorter_iteration_than_keeping_and_than_dropping_everything(multiple):
+@pytest.mark.parametrize(
+    ("multiple", "effort"), [(0.6, QUICK_EFFORT), pytest.param(0.8, EFFORT, marks=pytest.mark.exhaustive)]
+)
+def test_in_a_v_planned_takes_a_shorter_iteration_than_keeping_and_than_dropping_everything(multiple, effort):
     costs = StageCosts.uniform(8, 9.25, 9.05, 4.65, 0.3, 0.5, -0.25, -0.25, time_r=9, memory_r=15 / 32)
+    options = {"memory_limit": 4 * multiple, "effort": effort}
     kept, full, planned = (
-        checked(generate("zb-v", 4, 8, costs=costs, memory_limit=4 * multiple, recompute=recompute), costs)
-        for recompute in Recompute
+        checked(generate("zb-v", 4, 8, costs=costs, recompute=recompute, **options), costs) for recompute in Recompute
     )
     assert max(planned.peak_memory) <= 4 * multiple
     assert planned.makespan < 0.98 * min(kept.makespan, full.makespan)
@@ -224,7 +229,8 @@ def test_planned_recomputation_fits_and_is_never_worse(data, p, m, overlap):
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_planned_recomputation_in_a_v_fits_and_is_never_worse(data, p, m):
     costs = data.draw(costs_with_r(2 * p))
-    compare_planned("zb-v", p, m, costs, [data.draw(st.integers(1, 8 * p)) for _ in range(p)])
+    limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
+    compare_planned("zb-v", p, m, costs, limits)
 
 
 @pytest.mark.exhaustive  # the same on larger pipelines

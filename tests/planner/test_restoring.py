@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -25,6 +26,7 @@ def costs_of(name, blocks):
     return replace(costs, num_blocks=(blocks // placement.num_chunks,) * placement.num_stages)
 
 
+@cache
 def planned(name, blocks, limit, recompute=Recompute.FULL):
     costs = costs_of(name, blocks)
     options = {"recompute": recompute, "takes_makespan": True, "effort": 30_000}

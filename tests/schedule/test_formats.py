@@ -29,6 +29,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from tests.schedule.made_once import made_once
 from tests.schedule.random_schedules import schedules
 from tests.schedule.test_lower import made_of
 
@@ -62,7 +63,7 @@ def test_pytorchs_dialect_round_trips(schedule, lowered):
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-2p", "zb-v", "interleaved-zb"])
 def test_post_validation_round_trips_in_our_own_formats(name, steps):
-    schedule = generate(name, 4, 8)
+    schedule = made_once(name, 4, 8)
     schedule = repeat(with_post_validation(schedule, StageCosts.uniform(schedule.num_stages)), steps)
     assert schedule_from_json(schedule_to_json(schedule)) == schedule
     assert schedule_from_json(schedule_to_json(lower(schedule))) == lower(schedule)
@@ -156,7 +157,7 @@ def test_pytorchs_own_schedules(name, chunks, kind, with_communication):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb"])
 def test_pytorch_reads_ours(name):
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = generate(name, 4, 8)
+    schedule = made_once(name, 4, 8)
     rows = schedule_to_pytorch_csv(schedule).split()
     actions = {
         rank: [torch_schedules._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)

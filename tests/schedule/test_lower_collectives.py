@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_streams import MANY, ONE, QUICK, Problem, with_failed_validation
 
 from megatron.zero_bubble.planner import generate, placement_for
+from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import (
     Deadlock,
     InvalidSchedule,
@@ -33,6 +34,8 @@ from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION
 from megatron.zero_bubble.schedule.lower_collectives import joined_early
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay, with_vocabulary
 from megatron.zero_bubble.schedule.streams import check_streams
+from tests.planner.planning import LITTLE
+from tests.schedule.made_once import made_once
 from tests.schedule.random_schedules import schedules, starts_on_streams
 from tests.schedule.test_lower import parse
 
@@ -67,7 +70,7 @@ def test_ranks_take_part_after_what_they_make_and_before_what_they_use():
 
 @pytest.mark.parametrize(("name", "first", "last"), [("zb-h1", 0, 2), ("v-half", 0, 0)])
 def test_the_rank_that_broadcasts_a_result_does_not_wait_for_the_broadcast(name, first, last):
-    schedule = generate(name, 3, 6, vocabulary_parallel=True)
+    schedule = made_once(name, 3, 6, vocabulary_parallel=True)
     sources = {"E": first, "S": last, "T": last, "EW": first}
     waiting = {
         (op.kind, rank)
@@ -190,14 +193,14 @@ def check_post_validation_of(schedule: Schedule, costs: StageCosts) -> None:
     check_streams(with_failed_validation(lowered))
 
 
-def problems(ranks: Iterable[int], message: float) -> Iterator[Problem]:
+def problems(ranks: Iterable[int], message: float, effort: int = EFFORT) -> Iterator[Problem]:
     """Every schedule of the registry, with random costs."""
     for p in ranks:
         for name in QUICK:
             draw = random.Random(f"{p} {name}")
             costs = random_costs(draw, placement_for(name, p), message)
             m = p * draw.randint(1, 3)
-            yield generate(name, p, m, costs=costs, vocabulary_parallel=True), costs
+            yield generate(name, p, m, costs=costs, vocabulary_parallel=True, effort=effort), costs
 
 
 def check(named: Iterator[Problem], usual: float) -> None:
@@ -214,7 +217,7 @@ def check(named: Iterator[Problem], usual: float) -> None:
 
 @pytest.mark.parametrize("message", [0.05, 0.6])
 def test_named_schedules_run_on_one_queue_and_on_many(message):
-    check(problems((2, 3), message), usual=1.05)
+    check(problems((2, 3), message, LITTLE), usual=1.05)
 
 
 @pytest.mark.exhaustive
@@ -246,7 +249,7 @@ def collectives_of(ops: Iterable[Op]) -> list[Op]:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_ranks_that_join_early_wait_only_for_what_they_contribute(name, post_validation):
-    schedule = generate(name, 3, 6, vocabulary_parallel=True)
+    schedule = made_once(name, 3, 6, vocabulary_parallel=True)
     if post_validation:
         schedule = with_post_validation(schedule, StageCosts.uniform(schedule.num_stages))
     lowered = lower(schedule)

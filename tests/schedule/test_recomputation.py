@@ -31,16 +31,18 @@ from megatron.zero_bubble.schedule.recomputation import (
     without_recomputation,
 )
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation, with_post_validation
+from tests.planner.planning import LITTLE
+from tests.schedule.made_once import made_once
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow and not ENTRIES[name].has_pairs]
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_every_schedule_can_recompute_everything(name):
-    schedule = generate(name, 4, 8, recompute=Recompute.FULL)
+    schedule = made_once(name, 4, 8, recompute=Recompute.FULL, effort=LITTLE)
     validate(schedule)
     validate(lower(schedule))
-    kept = generate(name, 4, 8, recompute=Recompute.NONE)
+    kept = generate(name, 4, 8, recompute=Recompute.NONE, effort=LITTLE)
     assert not kept.recomputes
     for rank, ops in enumerate(schedule.ops):
         for position, op in enumerate(ops):
@@ -125,7 +127,7 @@ def test_by_default_r_takes_as_long_as_f_and_drops_all_but_the_input():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
 def test_the_schedule_that_measures_costs_recomputes_on_every_stage_in_no_more_memory(name):
-    full = generate(name, 4, 8, recompute=Recompute.FULL)
+    full = made_once(name, 4, 8, recompute=Recompute.FULL, effort=LITTLE)
     measuring = with_recomputation_everywhere(full)
     validate(measuring)
     assert without_recomputation(measuring) == without_recomputation(full)

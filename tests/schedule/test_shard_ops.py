@@ -24,6 +24,7 @@ from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import with_vocabulary
+from tests.planner.planning import LITTLE
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow and not ENTRIES[name].has_pairs]
 
@@ -40,7 +41,7 @@ def model_costs(placement: Placement, num_layers: int, output: float, message: f
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), pytest.param(5, 15, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", QUICK)
 def test_every_schedule_can_spread_the_vocabulary(name, num_ranks, num_microbatches):
-    schedule = generate(name, num_ranks, num_microbatches, vocabulary_parallel=True)
+    schedule = generate(name, num_ranks, num_microbatches, vocabulary_parallel=True, effort=LITTLE)
     validate(schedule)
     for rank, ops in enumerate(schedule.ops):
         kinds = {OpKind.E, OpKind.S, OpKind.T, OpKind.EW}
@@ -51,14 +52,15 @@ def test_every_schedule_can_spread_the_vocabulary(name, num_ranks, num_microbatc
         }
     rest = schedule.without(VOCABULARY)
     validate(rest)
-    assert rest.op_sets == generate(name, num_ranks, num_microbatches).without(VOCABULARY).op_sets
+    assert rest.op_sets == generate(name, num_ranks, num_microbatches, effort=LITTLE).without(VOCABULARY).op_sets
 
 
 @pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.PLANNED])
 def test_a_schedule_can_recompute_and_spread_the_vocabulary(recompute):
     placement = Placement("linear", 4)
     costs = replace(model_costs(placement, 16, 2), time_r=(4,) * 4, memory_r=(0.9,) * 4)
-    schedule = generate("auto", 4, 8, costs=costs, memory_limit=3, recompute=recompute, vocabulary_parallel=True)
+    options = {"recompute": recompute, "vocabulary_parallel": True, "effort": LITTLE}
+    schedule = generate("auto", 4, 8, costs=costs, memory_limit=3, **options)
     validate(schedule)
     assert schedule.recomputes
     assert max(peak_memory(schedule, costs)) <= 3 * (1 + 1e-9)
@@ -87,6 +89,7 @@ def test_spread_vocabularies_beat_the_best_split_of_whole_layers(num_layers, out
             placement_kind=kind,
             num_chunks=num_chunks,
             vocabulary_parallel=True,
+            effort=50_000,
         )
         assert best_split / simulate(schedule, costs).cost > gain
 
@@ -108,7 +111,7 @@ def test_a_limit_is_kept_with_what_the_shards_hold():
     placement = placement_for("zb-v", 4)
     costs = model_costs(placement, 16, 2)
     for limit in (3.5, 4.5, 6):
-        schedule = generate("zb-v", 4, 12, costs=costs, memory_limit=limit, vocabulary_parallel=True)
+        schedule = generate("zb-v", 4, 12, costs=costs, memory_limit=limit, vocabulary_parallel=True, effort=LITTLE)
         assert max(peak_memory(schedule, costs)) <= limit * (1 + 1e-9)
     with pytest.raises(Infeasible) as error:
         generate(
@@ -162,5 +165,5 @@ def test_a_given_schedule_is_for_a_model_with_or_without_shards():
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "auto"])
 def test_a_recomputation_that_takes_no_time_comes_before_its_backward(name):
     costs = replace(model_costs(Placement("linear", 4), 16, 2), memory_r=(0.9,) * 4)
-    schedule = generate(name, 4, 8, costs=costs, recompute=Recompute.FULL, vocabulary_parallel=True)
+    schedule = generate(name, 4, 8, costs=costs, recompute=Recompute.FULL, vocabulary_parallel=True, effort=LITTLE)
     validate(schedule)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.planner import names
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
@@ -26,6 +26,7 @@ from megatron.zero_bubble.schedule.step_ops import (
     before_validation,
     num_forwards_before_validation,
 )
+from tests.schedule.made_once import made_once
 
 STEP, VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 PARALLELOGRAMS = ("zb-h2", "zb-2p", "zb-v")
@@ -34,7 +35,7 @@ TRAPEZOIDS = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "v-half")
 
 
 def made(name: str, p: int = 4, m: int = 8, **costs: float) -> tuple[Schedule, StageCosts]:
-    schedule = generate(name, p, m)
+    schedule = made_once(name, p, m)
     all_costs = StageCosts.uniform(schedule.num_stages, **costs)
     return with_post_validation(schedule, all_costs), all_costs
 
@@ -45,7 +46,7 @@ def test_every_schedule_of_the_registry_can_be_post_validated(name, p, m):
     schedule, _ = made(name, p, m)
     validate(schedule)
     validate(lower(schedule))
-    assert schedule.without(POST_VALIDATION) == generate(name, p, m)
+    assert schedule.without(POST_VALIDATION) == made_once(name, p, m)
 
 
 @pytest.mark.parametrize("name", PARALLELOGRAMS)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate, names, placement_for
 from megatron.zero_bubble.planner.registry import entry_of
+from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import (
     Deadlock,
     HardwareQueues,
@@ -32,6 +33,8 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.streams import check_streams
+from tests.planner.planning import LITTLE
+from tests.schedule.made_once import made_once
 from tests.schedule.random_schedules import posted_ahead, schedules, starts_on_streams
 from tests.schedule.test_lower import made_of
 
@@ -65,7 +68,7 @@ def test_a_fixed_distance_does_not_do(ahead):
     standing_still = set()
     for name in QUICK:
         try:
-            validate(posted_ahead(lower(generate(name, 4, 8)), ahead))
+            validate(posted_ahead(lower(made_once(name, 4, 8)), ahead))
         except Deadlock:
             standing_still.add(name)
     assert (
@@ -150,7 +153,7 @@ def test_no_schedule_stands_still_once_it_is_lowered(schedule, ahead, forward_on
 Problem = tuple[Schedule, StageCosts]
 
 
-def named(ranks: Iterator[int]) -> Iterator[Problem]:
+def named(ranks: Iterator[int], effort: int = EFFORT) -> Iterator[Problem]:
     """Every schedule of the registry, with messages of 0.05 and of 0.6 of an operation."""
     for p in ranks:
         for name in QUICK:
@@ -161,10 +164,10 @@ def named(ranks: Iterator[int]) -> Iterator[Problem]:
                     costs = StageCosts.uniform(
                         placement.num_stages, each, each, each, comm * each, each, -each / 2, -each / 2
                     )
-                    yield generate(name, p, m, costs=costs), costs
+                    yield generate(name, p, m, costs=costs, effort=effort), costs
 
 
-def at_random(seeds: range) -> Iterator[Problem]:
+def at_random(seeds: range, effort: int = EFFORT) -> Iterator[Problem]:
     """Schedules planned for random costs: stages between alike and four times as long as others."""
     for seed in seeds:
         draw = random.Random(seed)
@@ -178,17 +181,17 @@ def at_random(seeds: range) -> Iterator[Problem]:
         messages = tuple(draw.uniform(0, 2 * comm) for _ in range(n - 1))
         kept = tuple(-draw.uniform(0, 1) for _ in range(n))
         costs = StageCosts(f, b, w, messages, (1,) * n, kept, tuple(-1 - one for one in kept))
-        yield generate(name, p, m, costs=costs), costs
+        yield generate(name, p, m, costs=costs, effort=effort), costs
 
 
 @pytest.fixture(scope="module")
 def of_few_ranks() -> list[Problem]:
-    return list(named(iter((2, 3))))
+    return list(named(iter((2, 3)), LITTLE))
 
 
 @pytest.fixture(scope="module")
 def few_at_random() -> list[Problem]:
-    return list(at_random(range(25)))
+    return list(at_random(range(25), LITTLE))
 
 
 def loss(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
@@ -233,7 +236,7 @@ def test_random_problems_lose_little_with_one_queue():
 @pytest.mark.parametrize("name", QUICK)
 def test_iterations_interlock_with_one_queue(name):
     for p in (2, 4):
-        schedule = generate(name, p, 2 * p)
+        schedule = made_once(name, p, 2 * p)
         costs = StageCosts.uniform(schedule.num_stages, time_comm=0.05)
         lowered = lower(with_post_validation(schedule, costs), costs=costs)
         validate(lowered)
