@@ -69,19 +69,31 @@ def test_recomputation_is_not_lost_to_a_poor_first_plan() -> None:
     assert search_layouts(asked).time <= best.time * 1.01
 
 
-@pytest.mark.parametrize("head", [2, 5.7])
-def test_no_split_under_any_named_schedule_is_faster(head: float) -> None:
-    asked = linear_request(10, head, 3, 9)
+@pytest.mark.parametrize(
+    ("num_layers", "head", "num_ranks", "num_microbatches", "factor"),
+    [
+        (10, 5.7, 3, 9, 1),
+        # The fastest partition under the plans without effort is as fast as its bound, another one still gets faster.
+        (12, 5.7, 3, 9, 1),
+        # In this memory, plans of the partition with the lowest estimate take far more than their bound.
+        (11, 5.06, 3, 9, 1.3),
+        (9, 2.62, 3, 3, 1.3),
+    ],
+)
+def test_no_split_under_any_named_schedule_is_faster(
+    num_layers: int, head: float, num_ranks: int, num_microbatches: int, factor: float
+) -> None:
+    asked = linear_request(num_layers, head, num_ranks, num_microbatches)
+    assert asked.capacity is not None
+    asked = replace(asked, capacity=factor * asked.capacity, takes_makespan=True)
     found = search_layouts(asked)
     times = []
-    for partition in product(range(11), repeat=2):
-        last = 10 - sum(partition)
-        if last < 0 or not all(partition[1:]):
-            continue
-        layout = Layout(asked.placement, (*partition, last))
-        work = max(asked.model.of_stages(layout.partition, layout.placement).work(stage) for stage in range(3))
-        if 9 * work < found.time:
-            times += [plan.time for plan in _plans(asked, layout)]
+    for first, second in product(range(num_layers + 1), range(1, num_layers + 1)):
+        if first + second <= num_layers:
+            layout = Layout(asked.placement, (first, second, num_layers - first - second))
+            stages = asked.model.of_stages(layout.partition, layout.placement)
+            if num_microbatches * max(map(stages.work, range(num_ranks))) < found.time:
+                times += [plan.time for plan in _plans(asked, layout)]
     assert times
     assert found.time <= min(times) * SIMPLER
 

@@ -86,9 +86,10 @@ def test_neighbours_are_as_promising_as_asked_and_the_best_comes_first() -> None
     balance = Balance(model(32, 2), Placement("linear", 8), 32)
     best = balanced_partition(balance)
     assert best is not None
-    found = neighbours(balance, best, 1.02)
+    longest = 1.02 * balance.estimate(best)
+    found = neighbours(balance, best, longest)
     assert found
-    assert all(balance.estimate(each) <= 1.02 * balance.estimate(best) for each in found)
+    assert all(balance.estimate(each) <= longest for each in found)
     assert found == sorted(found, key=balance.order)
     assert {sum(each) for each in found} == {32}
 

@@ -2,9 +2,10 @@
 
 from megatron.zero_bubble.planner.generate import generate, request_for, schedule_of
 from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout
-from megatron.zero_bubble.planner.layouts import all_placements, search_layouts
+from megatron.zero_bubble.planner.layouts import search_layouts
 from megatron.zero_bubble.planner.registry import names, placement_for
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.planner.search_extent import all_placements
 
 __all__ = [
     "Layout",

@@ -20,17 +20,13 @@ from megatron.zero_bubble.planner.layout_plan import Plan, computing_of, limits_
 from megatron.zero_bubble.planner.megatrons_split import time_of_usual
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import DRAFT_EFFORT, Layout, PlanRequest
-from megatron.zero_bubble.planner.search_extent import PROMISING, Extent, extent_of, most_moves
+from megatron.zero_bubble.planner.search_extent import MORE_CHUNKS, PROMISING, Extent, extent_of, most_moves
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-CHUNKS = (2, 3, 4)
-"""Numbers of model chunks per rank that are always tried for interleaved placements."""
-MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
-"""Numbers of model chunks per rank to try in order, while each number speeds up the plan by the factor `GAIN`."""
 WITHOUT_GAIN = 3
 """If a plan fits, recomputation is tried until this number of successive combinations bring no speedup."""
 GAIN = 1.003
@@ -44,19 +40,10 @@ EFFORT_FOR_LATENCY = DRAFT_EFFORT
 EFFORT_FOR_RECOMPUTING = 3_000
 """Effort of the first plan of a layout with planned recomputation, in a small problem."""
 PROMISING_PARTITION = 1.02
-"""A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
-
-
-def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
-    """All placements that `search_layouts` tries by default.
-
-    Args:
-        num_ranks: pipeline ranks.
-        num_layers: number of layers; with more than 4 chunks per rank, each stage but the first and last needs a layer.
-    """
-    more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
-    interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
-    return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
+"""A partition with one layer moved is not planned if its estimated time exceeds both the time of the plan before the
+move and this factor times the estimated time before the move."""
+MOST_BOUNDED = 40
+"""Largest number of partitions with one layer moved whose lower bounds are computed."""
 
 
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
@@ -98,7 +85,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         for plan in search.best(extent.num_moved, extent.worth_moving):
             search.move_layers(plan)
     for num_best, effort in extent.rounds:
-        for plan in search.best(num_best, extent.promising):
+        for plan in search.best(num_best, extent.promising, can_improve=True):
             search.improve(plan, min(effort, request.effort))
     search.improve_usual()
     plans = search.expected()
@@ -128,11 +115,12 @@ class _Search:
         """The shortest time of the plans of the given layouts; infinity if none of the layouts has a plan."""
         return min((self.plans[layout].time for layout in layouts if layout in self.plans), default=inf)
 
-    def best(self, count: int, factor: float) -> list[Plan]:
+    def best(self, count: int, factor: float, *, can_improve: bool = False) -> list[Plan]:
         """The `count` fastest plans, at most one for each combination of placement and vocabulary parallelism.
 
         In small problems, combinations differ in recomputation, too. Plans that take more than `factor` times the
-        shortest time are left out. If there are other plans, the plan of the layout `request.usual` is left out.
+        shortest time are left out. If there are other plans, the plan of the layout `request.usual` is left out. If
+        `can_improve` is true, plans whose layouts cannot become the fastest (see `_can_be_fastest`) are left out.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -140,8 +128,8 @@ class _Search:
         for plan in sorted(others, key=lambda plan: (plan.time, plan.layout.complexity)):
             layout = plan.layout
             kind = (layout.placement, layout.vocabulary_parallel, layout.recompute if self._extent.is_small else None)
-            if plan.time <= longest:
-                best.setdefault(kind, plan)
+            if plan.time <= longest and kind not in best and (not can_improve or self._can_be_fastest(layout)):
+                best[kind] = plan
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
@@ -274,9 +262,13 @@ class _Search:
         cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
         return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))
 
+    def _can_be_fastest(self, layout: Layout) -> bool:
+        """Whether the layout's lower bound is below the best plan's time divided by `GAIN`."""
+        return self._bound(layout) < self.best_time / GAIN
+
     def improve(self, plan: Plan, effort: int) -> None:
-        """Plan the layout of `plan` with `effort` if the layout's lower bound is less than the best time / `GAIN`."""
-        if self._bound(plan.layout) < self.best_time / GAIN:
+        """Plan the layout of `plan` with `effort` if the layout can become the fastest."""
+        if self._can_be_fastest(plan.layout):
             self.try_plan(plan.layout, effort)
 
     def improve_usual(self) -> None:
@@ -303,12 +295,14 @@ class _Search:
         best: Plan | None = plan
         while best is not None:
             plan, best = best, None
-            for partition in neighbours(balance, plan.layout.partition, PROMISING_PARTITION):
-                changed = replace(layout, partition=partition)
-                if partition in seen or len(seen) > moves or self._bound(changed) >= plan.time:
-                    continue
+            longest = max(plan.time, balance.estimate(plan.layout.partition) * PROMISING_PARTITION)
+            near = neighbours(balance, plan.layout.partition, longest)[:MOST_BOUNDED]
+            bounds = {each: self._bound(replace(layout, partition=each)) for each in near if each not in seen}
+            for partition in sorted(bounds, key=bounds.__getitem__):
+                if len(seen) > moves or bounds[partition] >= plan.time:
+                    break
                 seen.add(partition)
-                moved = self.try_first(changed)
+                moved = self.try_first(replace(layout, partition=partition))
                 if moved is not None and moved.time < plan.time * (1 - 1e-9):
                     best = moved
                     break

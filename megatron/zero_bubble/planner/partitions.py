@@ -289,16 +289,14 @@ def moves_from(
                     yield tuple(moved)
 
 
-def neighbours(balance: Balance, partition: Partition, most: float) -> list[Partition]:
-    """Partitions that differ from `partition` by one moved layer, if they take at most `most` times as long."""
-    excess, time, _ = balance.order(partition)
-    orders = {
-        changed: balance.order(changed)
-        for changed in moves_from(balance, partition, range(len(partition)))
-        if balance.estimate(changed) <= time * most
-    }
-    near = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * most]
-    return sorted(near, key=orders.__getitem__)
+def neighbours(balance: Balance, partition: Partition, longest: float) -> list[Partition]:
+    """Partitions that differ from `partition` by one moved layer, the best first.
+
+    Partitions whose estimated time exceeds `longest`, and partitions that need more memory, are left out.
+    """
+    excess = balance.excess(partition)
+    near = (each for each in moves_from(balance, partition, range(len(partition))) if balance.estimate(each) <= longest)
+    return sorted((each for each in near if balance.excess(each) <= excess), key=balance.order)
 
 
 def _is_less(first: Sequence[float], other: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""The extent of a search for a layout: the number of planned layouts, and the effort for each layout."""
+"""The extent of a search for a layout: placements, the number of planned layouts, and the effort for each layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.planner.request import QUICK_EFFORT, PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
 
+CHUNKS = (2, 3, 4)
+"""Numbers of model chunks per rank that are always tried for interleaved placements."""
+MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
+"""Numbers of model chunks per rank to try in order, while each number speeds up the plan (see `search_layouts`)."""
 PROMISING = 1.05
 """A layout is planned again, with more effort, if its plan is slower than the fastest plan by at most this factor."""
 _SMALL = 3000
@@ -17,6 +21,18 @@ _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
 """Largest total number of F, B and W in the plans of a layout's later partitions; one such plan is always allowed."""
+
+
+def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
+    """All placements that `search_layouts` tries by default.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_layers: number of layers; with more than 4 chunks per rank, each stage but the first and last needs a layer.
+    """
+    more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
+    interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
+    return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
 
 
 @dataclass(frozen=True)
