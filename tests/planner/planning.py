@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, Timeline, lower, simulate, validate
 
 LITTLE = 20_000
-"""An effort for tests of what any plan has to be, fast or not."""
+"""Effort of the search in tests of properties that every plan has, fast or slow."""
 ROWS = json.loads((Path(__file__).parent / "zero_bubble_paper.json").read_text())["bubble_rates"]
 
 

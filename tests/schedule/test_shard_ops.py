@@ -8,6 +8,7 @@ import pytest
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.planner.registry import ENTRIES, placement_for
+from megatron.zero_bubble.planner.request import QUICK_EFFORT
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import (
     Infeasible,
@@ -89,7 +90,7 @@ def test_spread_vocabularies_beat_the_best_split_of_whole_layers(num_layers, out
             placement_kind=kind,
             num_chunks=num_chunks,
             vocabulary_parallel=True,
-            effort=50_000,
+            effort=QUICK_EFFORT,
         )
         assert best_split / simulate(schedule, costs).cost > gain
 

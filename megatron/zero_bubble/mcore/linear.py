@@ -25,11 +25,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import unwrap_model
 
-from megatron.zero_bubble.mcore.transformer_engine import (
-    deferred_parameters,
-    defers_by_itself,
-    put_into_store,
-)
+from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
 from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad, placeholder_gradient
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 

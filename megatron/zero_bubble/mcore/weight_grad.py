@@ -25,7 +25,7 @@ class LayerWeightGrad:
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._hook: Callable[[], None] | None = None
-        self._sums = MicrobatchSums(store)
+        self.sums = MicrobatchSums(store)
         self.store = store
         # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
         # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
@@ -41,10 +41,6 @@ class LayerWeightGrad:
     def set_hook(self, hook: Callable[[], None]) -> None:
         """Set DDP's hook, which adds `weight.grad` to `weight.main_grad` and marks the weight as ready."""
         self._hook = hook
-
-    def defer(self) -> MicrobatchSum:
-        """Return the current microbatch's `MicrobatchSum`, which now expects one more term."""
-        return self._sums.expect()
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
         """Add the term `grad` to the sum `into`; if the sum is complete, add it to `weight.grad` and call DDP's hook.
@@ -124,7 +120,7 @@ class DeferredWeightGrad:
     gather_group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
-        self._sum = self.layer.defer()
+        self._sum = self.layer.sums.expect()
         self._gathering: tuple[torch.Tensor, Any] | None = None
 
     def start_to_gather(self) -> None:

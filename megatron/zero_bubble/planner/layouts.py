@@ -293,7 +293,7 @@ class _Search:
         moves = most_moves(self.request, layout.placement)
         seen = {layout.partition}
         best: Plan | None = plan
-        while best is not None:
+        while best is not None and len(seen) <= moves:
             plan, best = best, None
             longest = max(plan.time, balance.estimate(plan.layout.partition) * PROMISING_PARTITION)
             near = neighbours(balance, plan.layout.partition, longest)[:MOST_BOUNDED]
