@@ -60,3 +60,14 @@ def test_without_the_solver_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_ortools)
     with pytest.raises(ScheduleError, match=r"pip install 'megatron-zero-bubble\[solver\]'"):
         solve(request_for("optimal", 3, 3, costs=UNEVEN, memory_limit=[1.5] * 3))
+
+
+def test_the_default_limit_has_room_for_memory_that_w_leaves_allocated():
+    costs = StageCosts.uniform(2, memory_f=1, memory_b=-0.25, memory_w=-0.25)
+    cost = simulate(generate("optimal", 2, 8, costs=costs), costs).cost
+    assert cost <= simulate(generate("zb-2p", 2, 8, costs=costs), costs).cost * (1 + 1e-9)
+
+
+def test_a_large_instance_is_refused_however_many_microbatches_it_has():
+    with pytest.raises(ScheduleError, match="small instances"):
+        generate("optimal", 4, 2000)

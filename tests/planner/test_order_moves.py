@@ -30,7 +30,7 @@ def _alone(limit: float, recompute: Recompute = Recompute.NONE) -> Problem:
 
 
 def _moves_of(graph: OrderGraph) -> OrderMoves:
-    return OrderMoves(graph.problem, graph, keeps_forwards=False)
+    return OrderMoves(graph.problem, graph)
 
 
 def _times(graph: OrderGraph) -> tuple[float, float, list[list[tuple[float, float]]]]:

@@ -152,3 +152,15 @@ def test_a_layout_with_vocabulary_shards_is_chosen_beside_layouts_with_pairs():
     few = search_layouts(replace(request, costs=replace(model, output=UnitCosts(0.1, 0.1, 0.1))))
     assert (few.layout.vocabulary_parallel, few.request.pairs) == (False, True)
     assert not few.timeline.schedule.kinds.isdisjoint(PAIRED)
+
+
+@pytest.mark.parametrize("group_size", [4, 6])
+def test_forwards_in_pairs_keep_the_order_of_given_groups(group_size):
+    """Dropout draws the random numbers that it draws in megatron-core's order."""
+    costs = costs_of(4, 2)
+    named = interleaved_pairs(4, 12, num_chunks=2, group_size=group_size)
+    options = {"num_chunks": 2, "costs": costs, "memory_limit": 12, "pairs": True, "group_size": group_size}
+    paired = generate("auto", 4, 12, **options)
+    assert paired.kinds & PAIRED
+    for own, others in zip(paired.ops, named.ops, strict=True):
+        assert [op for op in own if op.kind is OpKind.F] == [op for op in others if op.kind is OpKind.F]

@@ -53,7 +53,7 @@ def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_mak
     placement = Placement("interleaved", p, v)
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap, takes_makespan=takes_makespan)
-    plan = plan_chunks(problem, None).best
+    plan = plan_chunks(problem).best
     timeline = simulate(schedule_of_orders(problem, plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == (timeline.makespan if takes_makespan else timeline.cost)
     assert plan.cost >= problem.bound
@@ -89,6 +89,16 @@ def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
         generate("auto", 4, 12, memory_limit=2, **{**options, **other}) for other in ({}, {"group_size": None})
     )
     assert planned == free
+
+
+@pytest.mark.parametrize("limit", [2.6, 3.2])
+def test_forwards_keep_the_order_of_given_groups_where_recomputation_makes_it_fit(limit):
+    costs = StageCosts.uniform(8, 1, 1, 0.7, 0.5, 0.5, -0.25, -0.25, time_r=1, memory_r=0.45)
+    options = {"num_chunks": 2, "costs": costs, "memory_limit": limit, "recompute": Recompute.PLANNED}
+    named = generate("interleaved-1f1b", 4, 16, num_chunks=2, group_size=4)
+    planned = generate("auto", 4, 16, group_size=4, effort=20_000, **options)
+    assert planned.recomputes
+    assert [forwards(planned, rank) for rank in range(4)] == [forwards(named, rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize("group_size", [2, 4])

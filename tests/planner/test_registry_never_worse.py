@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate, request_for, v_shaped
-from megatron.zero_bubble.planner.auto import multiple_of_p
+from megatron.zero_bubble.planner.auto import limits_of_multiple
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.optimal import solve
 from megatron.zero_bubble.planner.orders import schedule_of_orders
@@ -29,7 +29,7 @@ def fits(timeline, limits):
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.sampled_from(sorted(FACTORS)), st.booleans())
 def test_no_simple_schedule_that_fits_is_better(data, p, m, name, overlap):
     costs = data.draw(wild_costs(p))
-    limits, given_limit = multiple_of_p(costs, p, FACTORS[name]), {}
+    limits, given_limit = limits_of_multiple(FACTORS[name], request_for("zb-1p", p, m, costs=costs)), {}
     if name == "auto":
         limits = (max(one_f_one_b_peaks(Placement("linear", p), costs, m)),) * p
     if name == "auto" and data.draw(st.booleans()):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.planner import generate, placement_for
-from megatron.zero_bubble.planner.auto import multiple_of_p
+from megatron.zero_bubble.planner import generate, placement_for, request_for
+from megatron.zero_bubble.planner.auto import limits_of_multiple
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, one_f_one_b_peaks
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
@@ -54,8 +54,10 @@ def test_the_peak_of_1f1b_is_that_of_1f1b_with_the_same_recomputation(data, p, m
     costs = data.draw(costs_with_r(p))
     peaks = simulate(generate("1f1b", p, m, recompute=FULL), costs).peak_memory
     assert one_f_one_b_peaks(Placement("linear", p), costs, m, FULL) == peaks
-    assert all(peak <= limit for peak, limit in zip(peaks, multiple_of_p(costs, p, 1, FULL), strict=True))
-    assert multiple_of_p(costs, p, 2, FULL) == tuple(2 * limit for limit in multiple_of_p(costs, p, 1, FULL))
+    request = request_for("zb-1p", p, m, costs=costs, recompute=FULL)
+    limits = limits_of_multiple(1, request)
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert limits_of_multiple(2, request) == tuple(2 * limit for limit in limits)
 
 
 def test_a_multiple_before_anything_is_measured():

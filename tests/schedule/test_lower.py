@@ -119,6 +119,16 @@ def test_tensors_without_a_maker_or_a_user_are_refused():
         lower(made_of("linear", 2, 1, 2, "F0", "F0 F1"))
 
 
+def test_a_missing_message_names_the_operation_of_a_pair_that_needs_it():
+    """Both operations of a pair take one position of their rank."""
+    schedule = generate("dualpipe-v", 2, 4)
+    rank, missing = 1, Op(OpKind.F, 3, 0)
+    assert missing in schedule.ops[0]
+    without = [tuple(op for op in schedule.ops[0] if op != missing), schedule.ops[1]]
+    with pytest.raises(InvalidSchedule, match=f"rank {rank} needs RECV_FORWARD3 for F3, but rank 0 never makes it"):
+        lower(replace(schedule, ops=tuple(without)))
+
+
 @settings(max_examples=100, deadline=None)
 @given(schedules(), st.integers(0, 4), st.booleans())
 def test_lowering_any_schedule(schedule, ahead, forward_only):

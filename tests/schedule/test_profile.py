@@ -52,6 +52,10 @@ def test_the_order_of_the_keys_does_not_matter():
         (document(version=2), "version 2 of the format is unknown: this release reads versions 1 to 1"),
         (document(placement={"kind": "linear"}), "the megatron-zero-bubble profile is damaged: "),
         (document(placement={"kind": "ring", "num_ranks": 2}), "the megatron-zero-bubble profile is damaged: "),
+        (
+            document(placement={"kind": "linear", "num_ranks": 2.0, "num_chunks": 1}),
+            "the megatron-zero-bubble profile is damaged: num_ranks must be a whole number, got 2.0",
+        ),
         (document(noise="much"), "the megatron-zero-bubble profile is damaged: "),
         (document(noise=10**400), "not JSON: the integer 100000000000... has 401 digits, at most 60 are allowed"),
         (document(model=7), "the megatron-zero-bubble profile is damaged: "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, SizedCosts
 
@@ -26,3 +28,17 @@ def test_an_empty_microbatch_takes_some_time():
     """Times are above zero, as `StageCosts` asks for."""
     costs = SizedCosts(StageCosts.uniform(1), {"time_f": (Curve(0.0, 1.0, 0.0),)}).of(MicrobatchSize(0, 0))
     assert 0 < costs.time_f[0] < 1e-9
+
+
+def test_exchanges_between_experts_take_the_usual_part_of_their_operations():
+    """A microbatch of a tenth of the usual size exchanges fewer tokens; the time of F contains the exchange."""
+    usual = StageCosts.uniform(1, all_to_all_f=0.3)
+    costs = SizedCosts(usual, {"time_f": (Curve(0.0, 0.01, 0.0),)}).of(MicrobatchSize(10, 100))
+    assert costs.time_f == (0.1,)
+    assert costs.all_to_all_f == pytest.approx((0.03,))
+
+
+def test_an_empty_microbatch_may_have_fused_backwards():
+    usual, flat = StageCosts.uniform(1, saved_bw=0.2), (Curve(-1.0, 0.01, 0.0),)
+    costs = SizedCosts(usual, dict.fromkeys(("time_f", "time_b", "time_w"), flat)).of(MicrobatchSize(0, 0))
+    assert 0 < costs.saved_bw[0] < costs.time_w[0]

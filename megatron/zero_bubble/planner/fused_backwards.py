@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron.zero_bubble.planner.portfolio import judged_timeline
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
@@ -30,22 +32,21 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
             saves.
 
     Returns:
-        The fastest of three schedules: without BW, with a BW where it delays no other stage, and with every possible
-        BW.
+        The fastest of three schedules, by the time that the planner compares (see `Problem.judged`): without BW, with a
+        BW where it delays no other stage, and with every possible BW.
     """
-    costs = request.stage_costs
-    if not any(costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
+    if not any(request.stage_costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
         return schedule
+    problem = Problem.of(request, request.limits or (LARGEST,) * request.num_ranks)
 
     def simulated(joined: Iterable[frozenset[Op]]) -> Timeline:
-        changed = _joined(schedule, list(joined))
-        return simulate(changed, costs, overlap_communication=request.overlap_communication)
+        return problem.simulated(_joined(schedule, list(joined)))
 
     apart = simulated([frozenset()] * schedule.num_ranks)
     everywhere = [_followed_by_w(lane, schedule.num_microbatches) for lane in schedule.ops]
     without_delay = [ops & unhurried for ops, unhurried in zip(everywhere, _unhurried(apart), strict=True)]
     timelines = (apart, simulated(without_delay), simulated(everywhere))
-    return min(timelines, key=request.time_of).schedule
+    return min(timelines, key=lambda timeline: judged_timeline(timeline, problem)).schedule
 
 
 def with_separate_backwards(schedule: Schedule) -> Schedule:

@@ -181,7 +181,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
 
     def make(costs: StageCosts) -> Schedule:
         m, overlap = request.num_microbatches, request.overlap_communication
-        for fewer in fewer_microbatches(request.placement, m) if entry.uses_costs and not pairs else ():
+        for fewer in fewer_microbatches(request.placement, m) if entry.plans_all_kinds and not pairs else ():
             with suppress(Infeasible):
                 few = search(fewer, costs, without_leftovers(m - fewer))
                 schedule = extended(few, m, costs, limits, overlap_communication=overlap)
@@ -197,7 +197,13 @@ def _in_one_group(request: PlanRequest) -> Schedule:
         return tuple(max(SMALLEST, limit - more * each) for limit, each in zip(limits, left, strict=True))
 
     if request.vocabulary_parallel and not entry.plans_all_kinds:
-        schedule = with_best_delay(make(costs.with_vocabulary_in_weight_gradients()), costs, limits)
+        schedule = with_best_delay(
+            make(costs.with_vocabulary_in_weight_gradients()),
+            costs,
+            limits,
+            overlap_communication=request.overlap_communication,
+            takes_makespan=request.is_judged_by_makespan,
+        )
     else:
         schedule = make(costs)
     if limits is not None:

@@ -36,7 +36,7 @@ MOVE_WEIGHT = 0.3
 
 
 def improve(
-    problem: Problem, plan: PlannedOrders, budget: int, *, restarts: int = RESTARTS, keeps_forwards: bool = False
+    problem: Problem, plan: PlannedOrders, budget: int, *, restarts: int = RESTARTS
 ) -> tuple[PlannedOrders, int]:
     """Improve a plan by moving operations.
 
@@ -45,12 +45,11 @@ def improve(
         plan: the plan to start from.
         budget: effort of the search, as a number of planned operations.
         restarts: largest number of restarts in a row without a better plan, before the search ends.
-        keeps_forwards: whether every rank keeps the order of its forwards.
 
     Returns:
         The best plan, and the unspent budget.
     """
-    search, generator = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards), Random(0)
+    search, generator = _LocalSearch(problem, plan), Random(0)
     weight = move_cost(problem)
     num_failed = 0
     while True:
@@ -73,13 +72,13 @@ def move_cost(problem: Problem) -> int:
 class _LocalSearch:
     """The state of a search: current orders, best plan and tabu list."""
 
-    def __init__(self, problem: Problem, plan: PlannedOrders, *, keeps_forwards: bool) -> None:
+    def __init__(self, problem: Problem, plan: PlannedOrders) -> None:
         self.problem = problem
         self.best = plan
         self.graph = OrderGraph(problem, plan.orders)
         runs = self.graph.evaluate()
         assert runs, "a plan does not deadlock"
-        self.moves = OrderMoves(problem, self.graph, keeps_forwards=keeps_forwards)
+        self.moves = OrderMoves(problem, self.graph)
         self.num_moves = 0
         self.last_success = 0
         """Value of `num_moves` when the search last found a better plan or restarted."""

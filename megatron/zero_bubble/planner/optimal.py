@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.zero_bubble.planner.auto import limit_of_1f1b, multiple_of_p, planned
+from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_of_multiple, planned
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.orders import schedule_of_orders
@@ -68,7 +68,7 @@ def optimal(request: PlanRequest) -> Schedule:
     recompute, costs, limits = request.recompute, request.stage_costs, request.limits
     if recompute is Recompute.NONE or (recompute is Recompute.PLANNED and limits is None):
         return solve(replace(request, costs=costs.keeping_everything(), recomputes=(Recompute.NONE,))).schedule
-    limits = limits or multiple_of_p(costs, request.num_ranks, 2, recompute)
+    limits = limits or limits_of_multiple(2, request)
     problem, request = Problem.of(request, limits), request.within(limits)
     is_full = recompute is Recompute.FULL
     without_r = problem.recomputing_in_backward() if is_full else problem.keeping_everything()
@@ -101,7 +101,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
             f"schedule optimal is for small instances: {num_ranks} ranks x {num_microbatches} microbatches "
             f"are more than {MAX_OPERATIONS // 3}; use auto"
         )
-    limits = request.limits or multiple_of_p(costs, num_ranks, 2)
+    limits = request.limits or limits_of_multiple(2, request)
     problem = Problem.of(request, limits)
     start = planned(limit_of_1f1b, request.within(limits))
     timeline = problem.simulated(start)

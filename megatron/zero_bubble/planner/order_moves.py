@@ -46,9 +46,10 @@ class Move(NamedTuple):
 class OrderMoves:
     """The possible moves in the orders of an `OrderGraph`, and the memory of every rank in the current orders."""
 
-    def __init__(self, problem: Problem, graph: OrderGraph, *, keeps_forwards: bool) -> None:
+    def __init__(self, problem: Problem, graph: OrderGraph) -> None:
         self.problem, self.graph = problem, graph
-        self._keeps_forwards = keeps_forwards
+        self._keeps_forwards = problem.group_size is not None
+        """Whether every rank keeps the order of its forwards."""
         self.limits = [limit + tolerance(limit) for limit in problem.limits]
         """Rank -> limit of its activation memory."""
         self.may_drop = problem.recompute is Recompute.PLANNED

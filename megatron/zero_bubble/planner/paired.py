@@ -44,10 +44,12 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
 
     Args:
         name: name of the returned schedule.
-        problem: a problem whose costs include the exchanges of tokens between experts.
+        problem: a problem whose costs include the exchanges of tokens between experts. With a group size, the schedule
+            with pairs has megatron-core's order of forwards or the order of forwards in `apart`.
         apart: the schedule planned without pairs, within the memory limits of the problem.
     """
-    number = max(FEW, problem.budget // problem.num_ops)
+    # Policies choose the order of forwards, which a group size fixes.
+    number = max(FEW, problem.budget // problem.num_ops) if problem.group_size is None else 0
     planned = (_PairedRanks(problem, policy).schedule() for policy in islice(_policies(problem), number))
     named = list(_named(problem))
     orders = [_computations(schedule) for schedule in named]
@@ -124,7 +126,7 @@ def _named(problem: Problem) -> Iterator[Schedule]:
         if placement.kind == "v" and placement.num_chunks == 2:
             yield dualpipe_v(p, m)
         elif placement.kind == "interleaved":
-            yield interleaved_pairs(p, m, num_chunks=placement.num_chunks)
+            yield interleaved_pairs(p, m, num_chunks=placement.num_chunks, group_size=problem.group_size)
     except ScheduleError:
         return
 

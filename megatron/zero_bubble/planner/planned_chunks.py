@@ -14,7 +14,7 @@ from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, e
 from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
-from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
@@ -46,7 +46,7 @@ Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
 
-def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
+def best_in_groups(problem: Problem) -> Schedule:
     """Return the best schedule that fits in memory, among planned schedules and named schedules such as 1F1B.
 
     A named schedule with fused B and W can be faster than the plan, because the planner keeps B and W separate. In
@@ -54,25 +54,24 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
 
     Args:
         problem: a problem with a linear or an interleaved placement.
-        group_size: number of microbatches that pass through a chunk before the next chunk's turn; None to plan the
-            sizes of the groups. If no schedule with groups of `group_size` microbatches fits in memory, the sizes of
-            the groups are planned instead.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits.
+        Infeasible: no schedule fits in the memory limits or, with a group size, no schedule with groups of this size.
     """
-    candidates = [] if group_size is None else _candidates(problem, group_size)
-    candidates = candidates or _candidates(problem, None)
+    candidates = _candidates(problem)
     if not candidates:
         problem.check_feasible()
+        limits = problem.smallest_limits
+        message = f"no schedule with groups of {problem.group_size} microbatches fits in memory"
+        raise Infeasible(message, max(limits), limits)
     return best_of(candidates, problem)
 
 
-def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
-    """The plans and the named schedules that fit in memory; `best_in_groups` explains the argument `group_size`."""
+def _candidates(problem: Problem) -> list[Schedule]:
+    """The plans and the named schedules that fit in memory, with groups of `problem.group_size` microbatches if set."""
     candidates, shortest = [], inf
     if problem.is_feasible:
-        portfolio = plan_chunks(problem, group_size)
+        portfolio = plan_chunks(problem)
         candidates, shortest = portfolio.schedules, portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         # With `Recompute.PLANNED` a plan without R that fits in memory was already compared with the named schedules.
@@ -81,37 +80,37 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
         is_quick = problem.has_shards and problem.budget == 0
         if candidates and (is_best or is_compared or is_quick):
             return candidates
-    others = list(_named(problem, group_size))
+    others = list(_named(problem))
     if problem.recompute is Recompute.FULL:
         others = [with_recomputation(schedule) for schedule in others]
     if problem.has_shards:
         others = list(with_shards(others, problem, shortest))
     if problem.recompute is Recompute.FULL:
-        others += map(with_recomputation, _candidates(problem.recomputing_in_backward(), group_size))
+        others += map(with_recomputation, _candidates(problem.recomputing_in_backward()))
     return candidates + [schedule for schedule in others if fits(schedule, problem)]
 
 
-def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
+def _named(problem: Problem) -> Iterator[Schedule]:
     """Yield the named schedules of the placement that need no costs and exist for this number of microbatches."""
     p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
     for generator in SIMPLE if chunks == 1 else ():
         yield generator(p, m)
     with suppress(ScheduleError):
         for interleaved in (interleaved_zb, interleaved_1f1b) if chunks > 1 else ():
-            yield interleaved(p, m, num_chunks=chunks, group_size=group_size)
+            yield interleaved(p, m, num_chunks=chunks, group_size=problem.group_size)
 
 
-def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
-    """Plan a feasible problem, and return the best plans; `best_in_groups` explains the argument `group_size`."""
-    portfolio = Portfolio(problem)
+def plan_chunks(problem: Problem) -> Portfolio:
+    """Plan a feasible problem, and return the best plans; there may be none if the problem has a group size."""
+    portfolio, group_size = Portfolio(problem), problem.group_size
     if group_size is None:
         _try(portfolio, _choices_of_groups(problem))
         portfolio.ensure_plan()
     else:
         given = range(0, problem.num_microbatches, group_size)
         _try(portfolio, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
-    portfolio.insert_shards(lambda without: plan_chunks(without, group_size))
-    portfolio.improve(problem.budget, keeps_forwards=group_size is not None)
+    portfolio.insert_shards(plan_chunks)
+    portfolio.improve(problem.budget)
     return portfolio
 
 

@@ -22,8 +22,8 @@ from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
-from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 NUM_PLANS = 3
 """Number of plans, the best first, on which the local search spends at least half of its budget."""
@@ -33,8 +33,6 @@ FEW_MOVES = 40
 """Least number of moves that the local search tries on each plan before it focuses on the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
-PARTS = 2
-"""Number of parts into which the budget is divided if the planner chooses the microbatches with an R."""
 LEAST_CANDIDATES = 12
 """Smallest number of candidate orders that a budget allows, for a problem of any size."""
 QUICK_CANDIDATES = 5
@@ -103,30 +101,29 @@ class Portfolio:
             return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
-    def improve(self, budget: int, *, keeps_forwards: bool = False) -> None:
+    def improve(self, budget: int) -> None:
         """Improve plans by local search, first many plans briefly, then the best, until a plan reaches the target cost.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
         Args:
             budget: effort of the local search, as a number of planned operations.
-            keeps_forwards: whether every rank keeps the order of its forwards.
         """
         if self.problem.is_long:
             return
         num_all = min(len(self.plans), budget // (2 * FEW_MOVES * move_cost(self.problem)))
         if num_all > NUM_PLANS:
             half = budget // 2
-            budget += self._improve_best(num_all, half, FEW_RESTARTS, keeps_forwards=keeps_forwards) - half
-        self._improve_best(NUM_PLANS, budget, RESTARTS, keeps_forwards=keeps_forwards)
+            budget += self._improve_best(num_all, half, FEW_RESTARTS) - half
+        self._improve_best(NUM_PLANS, budget, RESTARTS)
 
-    def _improve_best(self, num_plans: int, budget: int, restarts: int, *, keeps_forwards: bool) -> int:
+    def _improve_best(self, num_plans: int, budget: int, restarts: int) -> int:
         """Improve the best plans with equal parts of the budget; return the unspent budget."""
         plans = self.plans[:num_plans]
         for number, plan in enumerate(plans):
             if budget > 0 and self.cost > self.aim:
                 share = budget // (len(plans) - number)
-                better, left = improve(self.problem, plan, share, restarts=restarts, keeps_forwards=keeps_forwards)
+                better, left = improve(self.problem, plan, share, restarts=restarts)
                 budget -= share - left
                 self.plans.remove(plan)
                 self.offer(better)
@@ -174,7 +171,8 @@ class Portfolio:
                 for plan in search(whole).plans[:1]:
                     schedule = schedule_of_orders(whole, plan.orders)
                     for delay in delays(schedule, problem.costs):
-                        [inserted] = with_vocabulary(schedule, problem.costs, [delay])
+                        overlap = problem.overlap_communication
+                        [inserted] = with_vocabulary(schedule, problem.costs, [delay], overlap_communication=overlap)
                         self.in_order(orders_of_schedule(problem, inserted))
 
     def fit(self, search: Callable[[Problem], Portfolio]) -> None:
@@ -217,49 +215,6 @@ def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozens
     return frozenset(idle)
 
 
-def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """Plan a problem with the function `best`; with `Recompute.PLANNED`, also choose the microbatches with an R.
-
-    With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
-    some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
-    candidate without R is taken at once if unlimited memory would not make this candidate faster. With a small budget
-    (see `is_draft`), the candidate with an R for each microbatch is left out.
-
-    Args:
-        problem: the problem to plan.
-        best: function that returns the best schedule that it finds for a problem.
-
-    Raises:
-        Infeasible: no schedule fits in the memory limits.
-    """
-    if problem.recompute is not Recompute.PLANNED:
-        return best(problem)
-    is_quick, full = is_draft(problem), replace(problem, recompute=Recompute.FULL)
-    problem = replace(problem, budget=problem.budget // PARTS)
-    keeping = problem.keeping_everything()
-    candidates, costs = [], []
-    if keeping.is_feasible:
-        candidates.append(best(keeping))
-        costs.append(cost_of(candidates[0], problem))
-        if not is_quick and not _lacks_memory(keeping, costs[0] * (1 - 1e-9), best):
-            return candidates[0]
-    problem.check_feasible()
-    for every in (problem, full)[: 1 if is_quick else 2]:
-        if not costs or every.bound_if_fused < min(costs):
-            candidates.append(best(every))
-            costs.append(cost_of(candidates[-1], problem))
-    longest = min(costs) + tolerance(min(costs))
-    equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
-    return min(equals, key=num_recomputed)
-
-
-def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Schedule]) -> bool:
-    """Whether unlimited memory allows a plan without R that takes less time than `cost`."""
-    enough = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in keeping.whole_memory)))
-    unlimited = replace(keeping, limits=enough, budget=0 if keeping.is_long else keeping.budget)
-    return keeping.limits != enough and cost > unlimited.aim and cost > cost_of(best(unlimited), unlimited)
-
-
 def cost_of(schedule: Schedule, problem: Problem) -> float:
     """Simulate a schedule; return the time by which the planner compares schedules."""
     return judged(schedule, problem)[0]
@@ -267,7 +222,11 @@ def cost_of(schedule: Schedule, problem: Problem) -> float:
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
     """Simulate a schedule; return the time by which schedules are compared, and the time that decides ties."""
-    timeline = problem.simulated(schedule)
+    return judged_timeline(problem.simulated(schedule), problem)
+
+
+def judged_timeline(timeline: Timeline, problem: Problem) -> tuple[float, float]:
+    """The result of `judged` for the schedule of a timeline."""
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
 
@@ -287,7 +246,13 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
         if not problem.is_long or (fits(schedule, whole) and cost_of(schedule, whole) <= shortest):
-            yield with_best_delay(schedule, problem.costs, problem.limits)
+            yield with_best_delay(
+                schedule,
+                problem.costs,
+                problem.limits,
+                overlap_communication=problem.overlap_communication,
+                takes_makespan=problem.takes_makespan,
+            )
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:

@@ -10,6 +10,7 @@ from megatron.zero_bubble.planner.generate import generate
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -127,9 +128,24 @@ class Prediction:
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:
     """Simulate the schedule as megatron-core runs it: without R, and with a recomputation in every backward."""
-    if not timeline.schedule.recomputes:
-        return timeline
-    return simulate(without_recomputation(timeline.schedule), timeline.costs.recomputing_in_backward())
+    return recomputed_in_backward(timeline.schedule, timeline) if timeline.schedule.recomputes else timeline
+
+
+def recomputed_in_backward(schedule: Schedule, timeline: Timeline) -> Timeline:
+    """Simulate a schedule without R, and with a recomputation in every backward.
+
+    Args:
+        schedule: a schedule with recomputations (R).
+        timeline: a timeline whose costs and options the simulation uses.
+    """
+    schedule = without_recomputation(schedule)
+    return simulate(
+        lower(schedule) if timeline.hardware_queues else schedule,
+        timeline.costs.recomputing_in_backward(),
+        overlap_communication=timeline.overlap_communication,
+        hardware_queues=timeline.hardware_queues,
+        lengths=timeline.lengths,
+    )
 
 
 def memory_in_megatron(timeline: Timeline) -> tuple[float, ...]:

@@ -47,11 +47,15 @@ class Problem:
     """Whether plans are compared by their makespan, and not by the longest span of a rank. The time of an iteration is
     the makespan if the next iteration starts only after all ranks have finished."""
     budget: int = EFFORT
-    """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
+    """Largest number of operations that all candidate orders may have together; a few orders are tried in any case.
+    The local search takes at most the same effort again."""
     spread: float = 0.0
     """Half the interquartile range of an operation's duration, divided by the median, as in `PlanRequest`."""
     time_between: float = 0.0
     """Additional time between two successive operations of a rank, as in `PlanRequest`."""
+    group_size: int | None = None
+    """Number of microbatches that pass through a chunk before the next chunk's turn, as megatron-core orders forwards;
+    None to plan the order of forwards."""
 
     @classmethod
     def of(cls, request: PlanRequest, limits: Limits) -> Problem:
@@ -67,6 +71,7 @@ class Problem:
             budget=request.effort,
             spread=request.spread if request.effort > DRAFT_EFFORT else 0.0,
             time_between=request.time_between if request.effort > DRAFT_EFFORT else 0.0,
+            group_size=request.group_size,
         )
 
     @classmethod

@@ -97,7 +97,7 @@ class PlanRequest:
         time_between: time that passes between two successive operations of a rank. Only the expected time of a step
             includes the time between operations; the simulated time does not.
         effort: number of operations to plan for a placement, summed over all candidate schedules; a few candidates are
-            planned even if the effort is zero.
+            planned even if the effort is zero. The local search takes at most the same effort again.
     """
 
     schedule: str

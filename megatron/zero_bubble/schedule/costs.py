@@ -20,10 +20,12 @@ SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
+EXCHANGES: Mapping[str, str] = MappingProxyType({"all_to_all_f": "time_f", "all_to_all_b": "time_b"})
+"""The fields of `StageCosts` for exchanges of tokens between experts -> the fields of the times that contain them."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
 _RECOMPUTATION = ("time_r", "memory_r", "num_blocks", "memory_outside")
-OPTIONAL = ("saved_bw", *_RECOMPUTATION, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
+OPTIONAL = ("saved_bw", *_RECOMPUTATION, *COPY_COSTS, *EXCHANGES, *VOCABULARY_COSTS)
 """The fields of `StageCosts` that are zeros by default, such as the costs of recomputation and of vocabulary shards."""
 
 
@@ -112,8 +114,7 @@ class StageCosts:
                 raise ScheduleError(f"{field.name} has {len(values)} entries, but {num_stages} stages need {expected}")
             for value in values:
                 self._check(field.name, value)
-
-        for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
+        for part, whole in EXCHANGES.items():
             for exchanged, time in zip(getattr(self, part), getattr(self, whole), strict=True):
                 if exchanged > time:
                     raise ScheduleError(f"{part} must be a part of {whole}, got {exchanged} of {time}")

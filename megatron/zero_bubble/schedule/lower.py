@@ -139,8 +139,9 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
             messages[source, destination].append(message)
     for rank, unmatched in enumerate(consumers):
         for receive, position in unmatched.items():
+            users = (op for place, op in numbered(schedule.ops[rank]) if place == position and op[1:] == receive[1:])
             raise schedule.invalid(
-                f"rank {rank} needs {receive} for {schedule.ops[rank][position]}, "
+                f"rank {rank} needs {receive} for {next(users)}, "
                 f"but rank {placement.peer_of(rank, receive)} never makes it"
             )
     return [_Channel(*ends, messages[ends]) for ends in sorted(messages)]

@@ -34,7 +34,9 @@ def shortest_delay(costs: StageCosts) -> float:
     return 2 * collective_time(costs) + max(costs.time_s)
 
 
-def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
+def with_vocabulary(
+    schedule: Schedule, costs: StageCosts, given_delays: Sequence[float], *, overlap_communication: bool = True
+) -> list[Schedule]:
     """Insert operations on vocabulary shards; return a schedule without communication for each of `given_delays`.
 
     The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
@@ -49,9 +51,11 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
         costs: costs of the stages, with vocabulary shards.
         given_delays: delays of backwards and W, one delay for each returned schedule. With a delay below
             `shortest_delay(costs)` the ranks may deadlock.
+        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
     """
+    costs_of_stages = costs.with_vocabulary_in_weight_gradients()
     schedule = apart(schedule.without(VOCABULARY))
-    timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
+    timeline = simulate(schedule, costs_of_stages, overlap_communication=overlap_communication)
     return [_Times(timeline, costs, delay).in_order() for delay in given_delays]
 
 
@@ -61,7 +65,14 @@ def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
     return sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
 
 
-def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[float] | None) -> Schedule:
+def with_best_delay(
+    schedule: Schedule,
+    costs: StageCosts,
+    limits: Sequence[float] | None,
+    *,
+    overlap_communication: bool = True,
+    takes_makespan: bool = False,
+) -> Schedule:
     """Insert operations on vocabulary shards into a schedule, with the best of several delays of the backwards.
 
     Args:
@@ -69,14 +80,18 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
         costs: costs of the stages, with vocabulary shards.
         limits: memory limit of every rank; None without limits. A schedule that exceeds a memory limit is chosen only
             if all tried schedules exceed a memory limit.
+        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
+        takes_makespan: whether schedules are compared by their makespan, and not by the longest span of a rank.
     """
-    timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
+    tried = with_vocabulary(schedule, costs, delays(schedule, costs), overlap_communication=overlap_communication)
+    timelines = [simulate(each, costs, overlap_communication=overlap_communication) for each in tried]
 
     def order(timeline: Timeline) -> tuple[bool, float, float]:
         exceeds = limits is not None and any(
             peak > limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True)
         )
-        return exceeds, timeline.cost, timeline.makespan
+        times = timeline.cost, timeline.makespan
+        return exceeds, *(times[::-1] if takes_makespan else times)
 
     return min(timelines, key=order).schedule
 

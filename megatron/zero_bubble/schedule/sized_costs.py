@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
+from megatron.zero_bubble.schedule.costs import EXCHANGES, StageCosts
+
+SHORTEST = 1e-12
+"""Shortest time of F, B and W, as a multiple of the time for a microbatch of the usual size; curves may fall below."""
 
 
 class MicrobatchSize(NamedTuple):
@@ -41,7 +44,8 @@ class SizedCosts:
 
     Attributes:
         usual: costs of a microbatch of the usual size. A cost without an entry in `curves` is the same for every size,
-            except `saved_bw`, which is proportional to the time of B plus W.
+            except two: `saved_bw` is proportional to the time of B plus W, and the times of exchanges between experts
+            are proportional to the times of F and B, which contain them.
         curves: name of a field of `StageCosts` -> for every stage, the cost as a function of the size of a microbatch.
         inside: stage -> largest temporary memory of an operation as a function of the size of a microbatch; empty if no
             memory was measured.
@@ -54,7 +58,11 @@ class SizedCosts:
     def of(self, size: MicrobatchSize) -> StageCosts:
         """The costs of the operations of a microbatch of the given size."""
         costs = {name: tuple(curve.at(size) for curve in curves) for name, curves in self.curves.items()}
-        for name in ("time_f", "time_b", "time_w"):
-            if name in costs:
-                costs[name] = tuple(max(SMALLEST, time) for time in costs[name])
+        for name in costs.keys() & {"time_f", "time_b", "time_w"}:
+            shortest = (SHORTEST * time for time in getattr(self.usual, name))
+            costs[name] = tuple(map(max, costs[name], shortest))
+        for part, whole in EXCHANGES.items():
+            if whole in costs:
+                stages = zip(getattr(self.usual, part), costs[whole], getattr(self.usual, whole), strict=True)
+                costs[part] = tuple(min(time, exchanged / usual * time) for exchanged, time, usual in stages)
         return replace(self.usual, saved_bw=(), **costs).saving_as(self.usual)

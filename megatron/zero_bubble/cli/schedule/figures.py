@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
+from megatron.zero_bubble.planner.prediction import recomputed_in_backward
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
     Op,
@@ -32,7 +33,7 @@ from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
-from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation, without_recomputation
+from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import flag_name
@@ -183,14 +184,7 @@ def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
     """Return a schedule's cost with R inside B, as in megatron-core; None unless all activations are recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
-    plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
-    return simulate(
-        plain,
-        timeline.costs.recomputing_in_backward(),
-        overlap_communication=timeline.overlap_communication,
-        hardware_queues=timeline.hardware_queues,
-        lengths=timeline.lengths,
-    ).cost
+    return recomputed_in_backward(schedule, timeline).cost
 
 
 _DEFAULTS = {

@@ -53,12 +53,8 @@ def schedule_from_json(text: str) -> Schedule:
     """
     keys = {"name", "placement", "num_microbatches", "ops"}
     document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
-    placement = document["placement"]
-    if not isinstance(placement, dict) or set(placement) != {"kind", "num_ranks", "num_chunks"}:
-        raise ScheduleError("the placement needs the keys kind, num_ranks and num_chunks")
-    for name, value in (*placement.items(), ("num_microbatches", document["num_microbatches"])):
-        if name != "kind" and type(value) is not int:
-            raise ScheduleError(f"{name} must be a whole number, got {value!r}")
+    placement = placement_of(document["placement"])
+    _check_whole("num_microbatches", document["num_microbatches"])
     ops = document["ops"]
     if not isinstance(ops, list) or not all(isinstance(line, str) for line in ops):
         raise ScheduleError("ops must be a list with one string a rank")
@@ -69,11 +65,29 @@ def schedule_from_json(text: str) -> Schedule:
         raise ScheduleError(f"the name must be a string, got {document['name']!r}")
     return Schedule(
         document["name"],
-        Placement(**placement),
+        placement,
         document["num_microbatches"],
         tuple(tuple(Op.parse(word) for word in line.split()) for line in ops),
         tuple(groups),
     )
+
+
+def placement_of(document: object) -> Placement:
+    """Make a placement from its JSON object.
+
+    Raises:
+        ScheduleError: `document` is not an object with the fields of a `Placement`, or the placement is not valid.
+    """
+    if not isinstance(document, dict) or set(document) != {"kind", "num_ranks", "num_chunks"}:
+        raise ScheduleError("the placement needs the keys kind, num_ranks and num_chunks")
+    for name in ("num_ranks", "num_chunks"):
+        _check_whole(name, document[name])
+    return Placement(**document)
+
+
+def _check_whole(name: str, value: object) -> None:
+    if type(value) is not int:
+        raise ScheduleError(f"{name} must be a whole number, got {value!r}")
 
 
 def costs_to_json(costs: StageCosts) -> str:

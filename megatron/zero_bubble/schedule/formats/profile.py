@@ -16,6 +16,7 @@ from megatron.zero_bubble.schedule.formats.json_format import (
     costs_to_json,
     format_of,
     parsed,
+    placement_of,
 )
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -105,7 +106,7 @@ def profile_from_json(text: str) -> Profile:
     """
     document = parsed(text, _FORMAT)
     try:
-        placement = Placement(**document["placement"])
+        placement = placement_of({"num_chunks": 1, **document["placement"]})
         costs = costs_from_json(json.dumps(document["costs"]))
         inside = tuple(float(value) for value in document.get("inside", ()))
         profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside)

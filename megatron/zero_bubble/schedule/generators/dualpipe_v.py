@@ -30,7 +30,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             f"schedule dualpipe-v needs at least {2 * num_ranks} microbatches, two for every rank, "
             f"got {num_microbatches}"
         )
-    lanes = (_Lane(num_ranks, num_microbatches, rank).ops for rank in range(num_ranks))
+    lanes = (tuple(_Lane(num_ranks, num_microbatches, rank).ops) for rank in range(num_ranks))
     return Schedule("dualpipe-v", Placement("v", num_ranks, 2), num_microbatches, tuple(lanes))
 
 
@@ -39,7 +39,7 @@ class _Lane:
 
     def __init__(self, num_ranks: int, num_microbatches: int, rank: int) -> None:
         before, after = rank + 1, num_ranks - 1 - rank
-        self.ops: tuple[Op, ...] = ()
+        self.ops: list[Op] = []
         self._next = {kind: (count(), count()) for kind in (OpKind.F, OpKind.B)}
         self._pending: deque[Op] = deque()
         for _ in range(2 * after):
@@ -71,13 +71,13 @@ class _Lane:
             self._weight()
 
     def _forward(self, chunk: int) -> None:
-        self.ops += (Op(OpKind.F, next(self._next[OpKind.F][chunk]), chunk),)
+        self.ops.append(Op(OpKind.F, next(self._next[OpKind.F][chunk]), chunk))
 
     def _backward(self, kind: OpKind, chunk: int) -> None:
         op = Op(kind, next(self._next[OpKind.B][chunk]), chunk)
-        self.ops += (op,)
+        self.ops.append(op)
         if kind is OpKind.B:
             self._pending.append(op._replace(kind=OpKind.W))
 
     def _weight(self) -> None:
-        self.ops += (self._pending.popleft(),)
+        self.ops.append(self._pending.popleft())
