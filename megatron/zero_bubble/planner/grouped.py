@@ -131,12 +131,18 @@ class InGroups(EventLoop):
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
         """Code of the first ready B in the rank's order (-1 without a ready B), and the earliest start time of a B."""
+        done, arrivals, size = self.done, self.arrivals, self.num_stages
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
-            arrival = self.next_arrival(self.num_stages + stage, now)
-            soonest = min(soonest, arrival)
-            if arrival <= now:
-                ready.append(self.num_stages + stage)
+            code = size + stage
+            known, count = arrivals[code], done[code]
+            if count < len(known):
+                arrival = known[count]
+                if arrival <= now:
+                    ready.append(code)
+                    soonest = now
+                elif arrival < soonest:
+                    soonest = arrival
         if len(ready) > 1:
             return min(ready, key=self.queues[rank][1].index), soonest
         return (ready[0] if ready else -1), soonest

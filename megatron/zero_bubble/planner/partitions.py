@@ -64,14 +64,15 @@ class Balance:
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         self._shard_work = model.shard_work
-        full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
+        self._recomputes = any_r = recompute is not Recompute.NONE
+        full = recompute is Recompute.FULL
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._recomputed = _Sums(model, lambda unit: full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)
         self._state = _Sums(model, lambda unit: unit.state)
         self._needed = _Sums(model, lambda unit: unit.memory_f + max(0, unit.memory_b) - any_r * unit.memory_r)
         self._memory = _Sums(model, lambda unit: unit.memory_f)
-        self._restored = _Sums(model, lambda unit: any_r * unit.memory_r)
+        self._restored = _Sums(model, lambda unit: unit.memory_r)
         self._blocks = _Sums(model, lambda unit: in_blocks * unit.num_blocks)
 
     def without_limits(self) -> Balance:
@@ -104,8 +105,9 @@ class Balance:
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
-        ends = self._ends(partition, self._works(partition))
-        return self.excess(partition), self.time(partition), _unevenness(ends)
+        works = self._works(partition)
+        ends = self._ends(partition, works)
+        return self.excess(partition), self._time(partition, works, ends), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
         """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
@@ -113,8 +115,11 @@ class Balance:
         The factors for differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
         works = self._works(partition)
+        return self._time(partition, works, self._ends(partition, works))
+
+    def _time(self, partition: Sequence[int], works: Sequence[float], ends: Sequence[float]) -> float:
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))
-        return max(self._ends(partition, works)) * (1 + lost)
+        return max(ends) * (1 + lost)
 
     def excess(self, partition: Sequence[int]) -> float:
         """Memory by which model states and one microbatch exceed `room` or `limits`, summed over all ranks."""
@@ -157,10 +162,11 @@ class Balance:
         if self.room == inf == min(self.limits):
             return [0.0] * self.placement.num_ranks
         states = self._state.of_stages(partition)
-        needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
-        restored = [
-            memory / max(1, number) for memory, number in zip(self._restored.of_stages(partition), blocks, strict=True)
-        ]
+        needed, restored = self._needed.of_stages(partition), [0.0] * len(partition)
+        if self._recomputes:
+            blocks = self._blocks.of_stages(partition)
+            stages_restored = zip(self._restored.of_stages(partition), blocks, strict=True)
+            restored = [memory / max(1, number) for memory, number in stages_restored]
         excess = []
         for stages, limit in zip(self.stages_of, self.limits, strict=True):
             state = self.model.shard_state + sum(map(states.__getitem__, stages))
@@ -296,7 +302,8 @@ def neighbours(balance: Balance, partition: Partition, longest: float) -> list[P
     """
     excess = balance.excess(partition)
     near = (each for each in moves_from(balance, partition, range(len(partition))) if balance.estimate(each) <= longest)
-    return sorted((each for each in near if balance.excess(each) <= excess), key=balance.order)
+    orders = {each: balance.order(each) for each in near}
+    return sorted((each for each, order in orders.items() if order[0] <= excess), key=orders.__getitem__)
 
 
 def _is_less(first: Sequence[float], other: Sequence[float]) -> bool:

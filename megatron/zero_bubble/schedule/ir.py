@@ -115,11 +115,17 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, in the order of the model chunks."""
-        return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
+        return self._stages[rank]
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        """Rank -> its stages."""
+        chunks = range(self.num_chunks)
+        return tuple(tuple(self.stage_of(rank, chunk) for chunk in chunks) for rank in range(self.num_ranks))
 
     def sums(self, values: Sequence[float]) -> tuple[float, ...]:
         """Rank -> sum of `values[stage]` over the stages of the rank."""
-        return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
+        return tuple(sum(map(values.__getitem__, stages)) for stages in self._stages)
 
     def peer_of(self, rank: int, op: Op) -> int:
         """The rank with which `rank` communicates in the send or receive `op`.
