@@ -174,9 +174,10 @@ class _Repair:
     def __init__(self, moves: OrderMoves, move: Move, *, drops_first: bool) -> None:
         self._graph, self._move = moves.graph, move
         self._lane = moves.graph.lanes[move.rank]
-        self._order = [*move.part, *self._lane[move.end :]]
-        """Operations of the rank, in order, from the first position that the move changes."""
-        self._num_placed, self._end = 0, move.end
+        self._order = list(move.part)
+        """Operations of the rank, in order, from the first position that the move changes (see `_unplaced`)."""
+        self._num_placed, self._end, self._loaded = 0, move.end, move.end
+        """`_loaded` is the position in the lane up to which `_order` contains the operations of the rank."""
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
         """The F that drops its activations before the move and keeps them afterwards; None if the move removes no R."""
@@ -188,7 +189,7 @@ class _Repair:
 
     def move(self) -> Move | None:
         """The repaired move; None if the rank exceeds its memory limit even after all repairs."""
-        while len(self._order) - self._num_placed > len(self._lane) - self._end:
+        while len(self._order) - self._num_placed > self._loaded - self._end:
             op = self._order[self._num_placed]
             amount = self._graph.allocation[op]
             if op == self._kept or op in self._new_drops:
@@ -208,15 +209,24 @@ class _Repair:
         """Whether the F `forward` drops its activations after the repairs so far."""
         return forward in self._graph.dropped or forward in self._new_drops
 
+    def _unplaced(self) -> list[int]:
+        """The next `HORIZON` operations that have not been placed."""
+        end = self._num_placed + HORIZON
+        if len(self._order) < end:
+            more = self._lane[self._loaded : self._loaded + HORIZON]
+            self._loaded += len(more)
+            self._order += more
+        return self._order[self._num_placed : end]
+
     def _place_weight_gradient(self) -> bool:
         """Place the first W that can run before the next operation; return whether there is one that releases
         memory."""
-        begin, weights = self._num_placed, self._w
-        from_b = weights.start - self._b.start
-        unplaced = self._order[begin : begin + HORIZON]
+        begin, first, end = self._num_placed, self._w.start, self._w.stop
+        from_b = first - self._b.start
+        unplaced = self._unplaced()
         waiting = set(unplaced)
         for position, op in enumerate(unplaced, begin):
-            if op in weights and op - from_b not in waiting:
+            if first <= op < end and op - from_b not in waiting:
                 self._order.insert(begin, self._order.pop(position))
                 self._end = max(self._end, self._graph.position[op] + 1)
                 return self._graph.allocation[op] < 0
@@ -230,13 +240,13 @@ class _Repair:
         or, if lengths are equal, the candidate with the latest backward.
         """
         graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
-        unplaced = self._order[begin + 1 : begin + HORIZON]
+        unplaced = self._unplaced()[1:]
         waiting = set(unplaced)
         best, shortest = None, inf
-        backwards = self._b
+        first, end = self._b.start, self._b.stop
         for position, op in enumerate(unplaced, begin + 1):
-            if op in backwards and self._may_drop(op - backwards.start, waiting, position):
-                forward = op - backwards.start
+            if first <= op < end and self._may_drop(op - first, waiting, position):
+                forward = op - first
                 before = self._lane[graph.position[op] - 1]
                 path = graph.start[before] + graph.duration[before] + graph.duration[self._r[forward]] + graph.tail[op]
                 if path <= shortest:
