@@ -85,7 +85,7 @@ def _median_times(problem: Problem) -> tuple[float, float, float]:
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
     if problem.recompute is Recompute.FULL:
         kinds.append(slice(problem.codes.r, problem.codes.drop))
-    shard_time = sum(problem.duration[first] for first in problem.codes[5:-1])
+    shard_time = sum(problem.duration[first] for first in problem.codes.on_shards)
     return f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds) + shard_time
 
 

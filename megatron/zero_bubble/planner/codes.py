@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.graph import sources, stages_of_kind
+from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.kinds import VOCABULARY, OpKind, Place
 
 Order = list[int]
 """The operations of one rank as codes (see `Codes`), in order. The k-th F, B and W of a stage belong to microbatch k;
@@ -51,33 +53,45 @@ class Codes(NamedTuple):
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 
-    def links(
-        self, rank_of: Sequence[int], message: Sequence[float], collective: float | None
-    ) -> tuple[tuple[int, int, float], ...]:
-        """Tuples (code, code of an operation that needs the result, latency), one for each dependency of a microbatch.
+    @property
+    def first(self) -> dict[OpKind, int]:
+        """Kind of operation -> its first code; for F, the first code of the F that keep their activations."""
+        return {kind: code for kind, code in zip(self.kinds, self, strict=False) if code != self.drop}
 
-        The dependencies of W and R are left out, because W and R need only a result of their own stage. The embedding
-        of the first rank depends on no operation.
+    @property
+    def on_shards(self) -> tuple[int, ...]:
+        """The first codes of the operations on vocabulary shards, and the code of the loss."""
+        return self[self._fields.index("e") : -1]
+
+    def links(
+        self, placement: Placement, message: Sequence[float], collective: float | None
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yield (code, code of an operation that needs the result, latency) for each dependency of a microbatch.
+
+        The dependencies follow from the inputs in `KINDS`. Dependencies within a stage are left out, except the
+        dependency of B on F in the last stage of a model without vocabulary shards; with vocabulary shards, this B
+        needs the loss. W and R need only results of their own stage.
 
         Args:
-            rank_of: stage -> rank.
+            placement: placement of the stages on the ranks.
             message: stage s -> latency of a message between stages s and s + 1.
             collective: time of a collective over all ranks; None without vocabulary shards.
         """
-        links = [(stage, stage + 1, latency) for stage, latency in enumerate(message)]
-        links += [(self.b + stage + 1, self.b + stage, latency) for stage, latency in enumerate(message)]
+        first, shards = self.first, () if collective is None else [kind for kind in self.kinds if kind in VOCABULARY]
+
+        def code_of(kind: OpKind, stage: int) -> int:
+            return self.loss if kind is OpKind.L else first[kind] + stage
+
+        for kind in (OpKind.F, OpKind.B, *shards):
+            for stage in stages_of_kind(placement, kind):
+                for source in sources(placement, kind, stage):
+                    result, place = source.need.result, source.need.place
+                    if place is not Place.SAME_STAGE and (result not in VOCABULARY or result in shards):
+                        reduced = collective * source.is_remote if collective is not None else 0.0
+                        latency = reduced if source.edge is None else message[source.edge]
+                        yield code_of(result, source.stage), code_of(kind, stage), latency
         if collective is None:
-            return (*links, (self.b - 1, self.w - 1, 0.0))
-        first, last = rank_of[0], rank_of[-1]
-        links.append((self.loss, self.w - 1, 0.0))
-        for rank in sorted(set(rank_of)):
-            to_first, to_last = collective * (rank != first), collective * (rank != last)
-            if rank != first:
-                links.append((self.e + first, self.e + rank, collective))
-            links += [(self.e + rank, self.f, to_first), (self.b, self.ew + rank, to_first)]
-            links += [(self.b - 1, self.s + rank, to_last), (self.s + rank, self.loss, to_last)]
-            links.append((self.loss, self.t + rank, to_last))
-        return tuple(links)
+            yield self.b - 1, self.w - 1, 0.0
 
     def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
         """Yield (code, microbatch) for every operation of an order."""

@@ -43,7 +43,7 @@ def schedule_of_orders(problem: Problem, orders: Sequence[Order]) -> Schedule:
 def orders_of_schedule(problem: Problem, schedule: Schedule) -> list[Order]:
     """Convert a schedule without sends and receives to one order per rank; a BW becomes a B and a W."""
     codes, orders = problem.codes, []
-    first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
+    first = codes.first
     for rank, ops in enumerate(schedule.ops):
         stages = problem.stages_of[rank]
         dropped = {(op.microbatch, op.chunk) for op in ops if op.kind is OpKind.R}

@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -208,7 +209,8 @@ class Problem:
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
         """Dependencies between the operations of one microbatch (see `Codes.links`)."""
-        return self.codes.links(self.rank_of, self.message, collective_time(self.costs) if self.has_shards else None)
+        collective = collective_time(self.costs) if self.has_shards else None
+        return tuple(self.codes.links(self.placement, self.message, collective))
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -261,7 +263,8 @@ class Problem:
         r = tuple(each.restored for each in self.footprints)
         dropped = tuple(each.dropped for each in self.footprints)
         memory = self.costs.memory()
-        return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
+        shards = (memory[kind] for kind in self.codes.first if kind in VOCABULARY)
+        return f + b + w + r + dropped + tuple(chain.from_iterable(shards))
 
     def is_dropped_as_a_rule(self, stage: int) -> bool:
         """Whether most microbatches of `stage` have an R: true under full recomputation, except on the last stage."""
@@ -270,7 +273,7 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Rank -> total time of its operations, with R only on stages where most microbatches have an R."""
-        kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
+        kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes.on_shards)
         times = [
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
             for s in range(self.num_stages)

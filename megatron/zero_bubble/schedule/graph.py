@@ -62,6 +62,12 @@ def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...
     )
 
 
+def stages_of_kind(placement: Placement, kind: OpKind) -> Sequence[int]:
+    """The stages that run operations of the given kind (see `KindFacts.runs_on`)."""
+    runs_on = KINDS[kind].runs_on
+    return range(placement.num_stages) if runs_on in _NEIGHBOURS else _stages_at(placement, 0, runs_on)
+
+
 def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
     """The results that the compute operation `op` of `rank` needs at its start."""
     return [node for _, node in _needed(schedule, rank, op)]
