@@ -89,6 +89,7 @@ BAD = {
     "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "{tmp}/folder.svg is a folder; name a file",
     "simulate --schedule zb-h1 {size} --output {tmp}/none/new": "argument --output: {tmp}/none is not a folder",
     "memory-curve {size} --output {tmp}/folder.svg": "{tmp}/folder.svg is a folder; name a file",
+    "memory-curve {size} --output {tmp}/new.png": "{tmp}/new.png is not possible: this command writes text, .svg or",
     "generate --schedule zb-h1 {size} --lower": "--lower: format grid has no sends and receives: use json or pytorch",
     "generate --schedule zb-h1 {size} --lower --output {tmp}/new.csv": "--lower: format csv has no sends and receives",
     "generate --input {tmp}/right.json --time-f 1,2,3": "--time-f: expected 1 number or 2, got 3",

@@ -24,6 +24,7 @@ from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
+from megatron.zero_bubble.session.output_places import check_outputs
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
@@ -75,6 +76,7 @@ def complete_and_check(
         if has_cuda:
             check_devices(args, environment, torch.cuda.device_count())
         check_output(args)
+        check_outputs(args)
     return args, job
 
 

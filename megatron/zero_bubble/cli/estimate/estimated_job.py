@@ -261,7 +261,8 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
     engine = "transformer_engine" if profile is None else str(profile.model.get("transformer_impl", "local"))
-    is_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"} or {"--attention-backend", "local"} <= {*flags}
+    has_local_attention = {"--attention-backend", "local"} <= {*flags} or "--attention-backend=local" in flags
+    is_local = has_local_attention or given & {"--reset-attention-mask", "--use-torch-fsdp2"}
     if "--transformer-impl" not in given and not is_local:
         missing += ["--transformer-impl", engine]
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]

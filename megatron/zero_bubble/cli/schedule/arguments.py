@@ -185,7 +185,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     )
     output: Path | None = flag("write to FILE instead of printing; with suffix .svg: plot there and print")
 
-    draws = True
+    draws = (".svg",)
 
     @property
     def first(self) -> float:
