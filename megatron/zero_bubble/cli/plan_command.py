@@ -25,7 +25,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, reading, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
@@ -36,7 +36,7 @@ from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
@@ -182,7 +182,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     Raises:
         ValueError: the file of costs cannot be read, or the layers cannot be divided as the flags demand.
     """
-    with reading("--costs", flags.costs):
+    with reading(f"argument --costs {flags.costs}"):
         model = units_from_json(read_file(flags.costs))
     # Pairs of F and B work neither with recomputation nor with vocabulary shards, whose flags exclude pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"

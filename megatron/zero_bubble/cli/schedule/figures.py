@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
@@ -34,7 +33,7 @@ from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
 from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation, without_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.timeline_files import in_memory_unit
 
@@ -264,7 +263,7 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
 
 
 def read_costs(path: Path) -> StageCosts:
-    with reading("--costs", path):
+    with reading(f"argument --costs {path}"):
         return costs_from_text(read_file(path))
 
 

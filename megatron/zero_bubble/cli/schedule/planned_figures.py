@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures, stage_costs
 from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags
@@ -17,7 +16,7 @@ from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, 
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flags import flag_name
 
 
@@ -99,7 +98,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
         ScheduleError: there is no such schedule, or the costs do not fit it, even if the command needs no costs.
     """
     if flags.input is not None:
-        with reading("--input", flags.input):
+        with reading(f"argument --input {flags.input}"):
             schedule = schedule_from_text(read_file(flags.input), name=flags.input.stem)
         if stage_costs(flags, schedule.placement).has_vocabulary and schedule.kinds.isdisjoint(VOCABULARY):
             given = "--vocabulary-parallel" if flags.costs is None else f"--costs {flags.costs}"
