@@ -35,8 +35,9 @@ def reading(
     try:
         yield
     except errors as error:
-        is_systems = isinstance(error, OSError) and error.strerror
-        reason = f"cannot be read: {error.strerror}" if is_systems else one_line(error) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"cannot be read: {error.strerror}"
         raise ValueError(f"{given}: {reason}") from error
 
 
