@@ -29,10 +29,14 @@ from megatron.zero_bubble.session.settings import JobSettings, check_implementat
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
-from megatron.zero_bubble.trainer.model_checks import check_experts, check_fp8, check_model
+from megatron.zero_bubble.trainer.model_checks import (
+    check_experts,
+    check_fp8,
+    check_fully_sharded,
+    check_model,
+    check_recomputation,
+)
 from megatron.zero_bubble.trainer.output_folders import check_output
-from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
-from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 
 
 def complete_and_check(
