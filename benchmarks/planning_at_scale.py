@@ -119,7 +119,7 @@ def planned(problem: LargeProblem) -> PlannedLarge:
 
 
 def planned_at_scale(
-    problems: Sequence[LargeProblem] = PROBLEMS, *, markdown: bool = False
+    problems: Sequence[LargeProblem], *, markdown: bool = False
 ) -> tuple[list[dict[str, object]], str]:
     """Plan all problems; return the results as JSON and as a table."""
     found = []

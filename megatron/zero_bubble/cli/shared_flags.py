@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -189,6 +190,11 @@ class LimitFlags(CommandFlags):
         parse=numbers(above=0),
         metavar="L",
     )
+
+
+def limit_of_ranks(limit: Sequence[float] | None) -> float | Sequence[float] | None:
+    """Return a memory limit as one number for all ranks, if `limit` has one number, or as one number for each rank."""
+    return limit[0] if limit is not None and len(limit) == 1 else limit
 
 
 @dataclass(frozen=True)
