@@ -83,7 +83,7 @@ BAD = {
     "validate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "validate --input {tmp}/future.json --recompute full": "--recompute: not allowed with --input",
     "validate --input {tmp}/future.json --pipeline-size 4": "--pipeline-size: not allowed with --input",
-    "draw --schedule zb-h1 {size}": "argument --output is required",
+    "draw --schedule zb-h1 {size}": "the following arguments are required: --output",
     "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
     "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "argument --output: {tmp}/none is not a folder",
     "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "{tmp}/folder.svg is a folder; name a file",
