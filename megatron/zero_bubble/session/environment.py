@@ -17,6 +17,7 @@ _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "micro_batch_size", "global_batch_size"),
 )
+"""Names of flags with numbers of ranks and of sequences."""
 
 
 def host_name(environment: Mapping[str, str]) -> str:

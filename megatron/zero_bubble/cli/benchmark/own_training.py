@@ -38,6 +38,7 @@ _OUTPUTS = (
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _NEED_SCHEDULE = tuple(map(flag_name, ONLY_WITH_SCHEDULE))
 """Flags that a script of Megatron-LM accepts only with a zero-bubble schedule."""
+_NAME_A_SCHEDULE = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"}
 _CPU = "--zero-bubble-cpu"
 
 
@@ -110,13 +111,14 @@ def _own_chunks(args: Arguments | ScriptArguments) -> int:
     Raises:
         ValueError: the layer pattern of a hybrid model has several stages per rank, or the flags contradict each other.
     """
-    pattern = JobFlags.of(args).pattern
-    if pattern is not None and len(pattern.stages) > args.pipeline_model_parallel_size:
+    flags = JobFlags.of(args)
+    pattern = flags.pattern
+    if pattern is not None and len(pattern.stages) > flags.pipeline_model_parallel_size:
         raise ValueError(
             f"argument {PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
         )
     num_layers = args.num_layers or len("" if pattern is None else pattern.symbols)
-    return chunks_of_flags(JobFlags.of(args, num_layers=num_layers)) or 1
+    return chunks_of_flags(replace(flags, num_layers=num_layers)) or 1
 
 
 def _contestants(
@@ -129,10 +131,8 @@ def _contestants(
         chunk_words: the training's flags for several model chunks per rank.
         chunks: the number of model chunks per rank that `chunk_words` ask for.
     """
-    named = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"} & names_in(
-        ours
-    )
-    words = tuple(ours) if named else ("--zero-bubble", *ours)
+    asks_for_schedule = not _NAME_A_SCHEDULE.isdisjoint(names_in(ours))
+    words = tuple(ours) if asks_for_schedule else ("--zero-bubble", *ours)
     layout = value_of(LAYOUT, chunk_words)
     entry = ENTRIES.get(value_of("--zero-bubble-schedule", ours) or "")
     # Otherwise, the training chooses the number of chunks, or the schedule has a fixed number.
