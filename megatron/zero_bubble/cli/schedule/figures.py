@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -256,15 +257,22 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
     """Return M_B in bytes if --costs is a profile, which has memory in bytes; otherwise None."""
-    if flags.costs is None or not is_profile(read_file(flags.costs)):
+    if flags.costs is None or not is_profile(_text_of(flags.costs)):
         return None
     costs = read_costs(flags.costs)
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
 
 
+@cache
 def read_costs(path: Path) -> StageCosts:
     with reading(f"argument --costs {path}"):
-        return costs_from_text(read_file(path))
+        return costs_from_text(_text_of(path))
+
+
+@cache
+def _text_of(path: Path) -> str:
+    """Return the text of a file, which is read only once, because a pipe cannot be read twice."""
+    return read_file(path)
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
