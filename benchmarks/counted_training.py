@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.held_states import held_state_bytes
+from benchmarks.held_states import held_state_bytes, num_bytes
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_shard import ShardWeight
@@ -65,12 +65,6 @@ class CountingMeter:
         if self._vocabulary is not None:
             yield from self._vocabulary.held_tensors()
         yield from (shard.embedding_sum for shard in self._shards if shard.embedding_sum is not None)
-
-
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of the storages of `tensors`; a storage that several tensors share counts once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class CountedForwardBackward(ForwardBackward):

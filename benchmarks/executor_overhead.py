@@ -6,8 +6,9 @@ import time
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.made_up_neighbours import Delivered
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.recorder import HostClock
 from megatron.zero_bubble.runtime.stage import Stage
@@ -17,27 +18,11 @@ from megatron.zero_bubble.schedule import Op, Schedule
 _SPEC = TensorSpec((1,), torch.float32, torch.device("cpu"))
 
 
-class _Sent:
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-class _Received:
-    def __init__(self) -> None:
-        self._message = _SPEC.empty()
-
-    def wait(self) -> torch.Tensor:
-        return self._message
-
-
 class _Nowhere:
     """A communicator that discards sent tensors, and whose receives are complete at once."""
 
     def __init__(self) -> None:
-        self._sent, self._received = _Sent(), _Received()
+        self._sent, self._received = Delivered(), Arrived(_SPEC.empty())
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         return self._sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from megatron.zero_bubble.mcore.optimizer import torch_optimizers
 
 def held_state_bytes(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> int:
     """Return the bytes of all states that are in this rank's memory at present; each storage counts once."""
-    storages: dict[int, int] = {}
-    for tensor in _state_tensors(chunks, optimizer):
-        storage = to_local_if_dtensor(tensor.detach()).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return num_bytes(_state_tensors(chunks, optimizer))
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the total bytes of the storages of `tensors`; a storage that several tensors share counts once."""
+    storages = [to_local_if_dtensor(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _state_tensors(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from random import Random
 from statistics import fmean, median
 
@@ -110,11 +109,9 @@ def _measure(argv: list[str]) -> None:
     job = EmulatedJob(
         flags.pipeline_size,
         tuple((lower(schedule, costs=run.costs[0]), run.costs) for schedule, run in zip(named, runs, strict=True)),
-        peers=(),
         steps=flags.rounds,
         activation_bytes=1 << 16,
         timeout=timedelta(seconds=60 + 10 * seconds),
-        directory=Path(),
     )
     records = run_job(job)
     measured = {

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -131,7 +130,7 @@ def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[Overh
     for size in sizes:
         message = 4 * size.micro_batch_size * size.seq_length * size.hidden_size
         print(f"exposed communication: messages of {message} bytes, {steps} steps", file=sys.stderr)
-        job = EmulatedJob(NUM_RANKS, ((schedule, costs),), (), steps, message, timedelta(minutes=1), Path())
+        job = EmulatedJob(NUM_RANKS, ((schedule, costs),), steps, message, timedelta(minutes=1))
         found = run_job(job)
         ranks = [records for step in found.steps[schedule.name] for records in step]
         case = f"zb-h1, F = B = W = {TIME:g} ms, messages of {message >> 10} KiB"

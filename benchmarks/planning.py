@@ -3,8 +3,10 @@
     python -m benchmarks.planning                                       200 problems of every placement
     python -m benchmarks.planning --placement interleaved --problems 20
     python -m benchmarks.planning --scale                               large problems, with the time that each takes
+    python -m benchmarks.planning --scale --schedule zb-h1 --size 32x256
 
-`--scale` plans the problems of `benchmarks.planning_at_scale` instead, and measures processor time and memory.
+`--scale` plans the problems of `benchmarks.planning_at_scale` instead, or the schedules of --schedule, and measures
+processor time and memory.
 
 A problem has 2 to 16 ranks and up to four microbatches a rank. The costs of the stages are equal, equal except for the
 last stage, or all different. The memory limit is between the smallest possible limit and 3p M_B, where M_B is the
@@ -15,6 +17,7 @@ the makespan. The exit status is 1 if a plan is worse than a named schedule that
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -23,7 +26,7 @@ from math import inf
 from statistics import median, quantiles
 from typing import get_args
 
-from benchmarks.planning_at_scale import planned_at_scale
+from benchmarks.planning_at_scale import PROBLEMS, LargeProblem, planned_at_scale
 from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
@@ -39,6 +42,14 @@ _PROG = "benchmarks.planning"
 RANGES = ((0.0, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 3.0))
 """(smallest, largest) memory limit of each row of the table, in p M_B."""
 HEADS = ("placement", "limit (p M_B)", "problems", "median", "nine tenths", "most", "beside the best named", "worse")
+_SIZES = ((8, 64), (16, 128), (32, 256), (64, 512))
+
+
+def _size(word: str) -> tuple[int, int]:
+    ranks, _, microbatches = word.partition("x")
+    if not (ranks.isdigit() and microbatches.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected ranks x microbatches, as in 32x256, got {word!r}")
+    return int(ranks), int(microbatches)
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,28 @@ class PlanningFlags(TableFlags):
     )
     problems: int = flag("problems of each placement", 200, parse=at_least(1), metavar="N")
     scale: bool = flag("plan large problems, and measure the time and memory that planning takes", False)
+    schedule: list[str] | None = flag(
+        "with --scale: schedule to plan in place of these problems; repeat for more", action="append", metavar="NAME"
+    )
+    size: list[tuple[int, int]] | None = flag(
+        "with --schedule: ranks x microbatches; repeat for more (default: 8x64, 16x128, 32x256, 64x512)",
+        action="append",
+        parse=_size,
+        metavar="PxM",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule is not None and not self.scale:
+            raise ValueError("argument --schedule: needs --scale")
+        if self.size is not None and self.schedule is None:
+            raise ValueError("argument --size: needs --schedule")
+
+    @property
+    def large_problems(self) -> Sequence[LargeProblem]:
+        """The problems of --scale."""
+        sizes = self.size or _SIZES
+        return [LargeProblem(name, *size) for name in self.schedule or () for size in sizes] or PROBLEMS
 
 
 @dataclass(frozen=True)
@@ -157,7 +190,7 @@ def _plan_all(argv: list[str]) -> bool:
     """Plan all problems, print the table, and return whether every plan is as good as all named schedules."""
     flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
     if flags.scale:
-        flags.deliver(*planned_at_scale(markdown=flags.markdown))
+        flags.deliver(*planned_at_scale(flags.large_problems, markdown=flags.markdown))
         return True
     found, rows = [], []
     for kind in flags.placement or get_args(PlacementKind):

@@ -119,7 +119,7 @@ def planned(problem: LargeProblem) -> PlannedLarge:
 
 
 def planned_at_scale(
-    problems: Sequence[LargeProblem] = PROBLEMS, *, markdown: bool = False
+    problems: Sequence[LargeProblem], *, markdown: bool = False
 ) -> tuple[list[dict[str, object]], str]:
     """Plan all problems; return the results as JSON and as a table."""
     found = []
@@ -135,7 +135,7 @@ def planned_at_scale(
                 str(one.problem.num_microbatches),
                 one.problem.features,
             ),
-            *(f"{seconds:.1f}" for seconds in (one.plan_seconds, one.simulate_seconds, one.prepare_seconds)),
+            *(f"{seconds:.2f}" for seconds in (one.plan_seconds, one.simulate_seconds, one.prepare_seconds)),
             *(f"{one.peak_bytes / 2**30:.2f}", percent(one.bubble_rate)),
         )
         for one in found

@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from benchmarks.emulation.peers import torch_schedule
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Placement
@@ -71,14 +71,9 @@ class TorchForwardBackward:
         ]
         self._has_first = [stage.is_first for stage in stages]
         self._has_last = [stage.is_last for stage in stages]
-        schedule_class = get_schedule_class(name)
         pipeline_stages = [stage.for_pipelining(args, get_model_config(chunks[0])) for stage in stages]
-        of_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
-        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         self._num_microbatches = num_microbatches
-        self._schedule = schedule_class(
-            pipeline_stages[0] if of_one_stage else pipeline_stages, num_microbatches, **options
-        )
+        self._schedule = torch_schedule(name, pipeline_stages, num_microbatches, self._loss)
 
     def __call__(
         self, *, data_iterator: Sequence[Any], model: Sequence[Any], num_microbatches: int, **unused: Any

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron.zero_bubble.cli.schedule.figures import stage_costs
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Idle, Schedule, Timeline, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
+from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 from megatron.zero_bubble.schedule.tail import reorder_tail
 
 
@@ -128,7 +128,8 @@ def emulate(flags: EmulationFlags) -> list[Result]:
         plans = [one for plan in plans for one in _with_reordered_tail(plan)]
     peers = tuple(_peers(flags)) if flags.peers else ()
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
-    job = replace(make_job(flags, plans, longest), peers=peers, reduction=costs, tails_by_parameter=by_parameter)
+    job = make_job(plans, flags.steps, longest, flags.activation_bytes, flags.receive_ahead)
+    job = replace(job, peers=peers, reduction=costs, tails_by_parameter=by_parameter)
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
     print(f"schedules: {len(plans) + len(peers)}, steps of each: {job.steps}, about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
@@ -149,17 +150,7 @@ def emulate(flags: EmulationFlags) -> list[Result]:
 
 def run_plans(plans: Sequence[Timeline], steps: int) -> list[Result]:
     """Run the schedules of `plans`, each with its own costs and a unique name, in turns and `steps` times each."""
-    longest = max(float(plan.makespan) for plan in plans)
-    job = EmulatedJob(
-        num_ranks=plans[0].schedule.num_ranks,
-        schedules=tuple((lower(plan.schedule, costs=plan.costs), plan.costs) for plan in plans),
-        peers=(),
-        steps=steps,
-        activation_bytes=ACTIVATION_BYTES,
-        timeout=timedelta(seconds=60, milliseconds=3 * longest),
-        directory=Path(),
-    )
-    records = run_job(job)
+    records = run_job(make_job(plans, steps, max(float(plan.makespan) for plan in plans)))
     names = [plan.schedule.name for plan in plans]
     return [
         Result(name, plan, records.steps[name], None, records.edges[name])
@@ -167,16 +158,20 @@ def run_plans(plans: Sequence[Timeline], steps: int) -> list[Result]:
     ]
 
 
-def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -> EmulatedJob:
-    """Return the job that runs `plans`; no plan needs more than `longest` milliseconds for a step."""
+def make_job(
+    plans: Sequence[Timeline],
+    steps: int,
+    longest: float,
+    activation_bytes: int = ACTIVATION_BYTES,
+    receive_ahead: int = RECEIVE_AHEAD,
+) -> EmulatedJob:
+    """Return the job that runs `plans` `steps` times; no plan needs more than `longest` milliseconds for a step."""
     return EmulatedJob(
-        num_ranks=flags.pipeline_size,
-        schedules=tuple((lower(plan.schedule, flags.receive_ahead, plan.costs), plan.costs) for plan in plans),
-        peers=(),
-        steps=flags.steps,
-        activation_bytes=flags.activation_bytes,
+        num_ranks=plans[0].schedule.num_ranks,
+        schedules=tuple((lower(plan.schedule, receive_ahead, plan.costs), plan.costs) for plan in plans),
+        steps=steps,
+        activation_bytes=activation_bytes,
         timeout=timedelta(seconds=60, milliseconds=3 * longest),
-        directory=Path(),
     )
 
 

@@ -64,7 +64,8 @@ def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
     validated = [_with_post_validation(plan) for plan in plans]
     both = [plan for pair in zip(plans, validated, strict=True) for plan in pair]
     longest = max(float(plan.makespan) for plan in plans) * (FILL + FOLLOWING)
-    job = replace(make_job(flags, both, longest), iterations=FILL + FOLLOWING)
+    job = make_job(both, flags.steps, longest, flags.activation_bytes, flags.receive_ahead)
+    job = replace(job, iterations=FILL + FOLLOWING)
     total = (1 + job.steps * job.iterations) * sum(float(plan.makespan) for plan in both) / 1e3
     print(f"schedules: {len(plans)}, turns of each with and without: {job.steps}, about {total:.0f} s", file=sys.stderr)
     return list(_results(plans, validated, run_job(job)))

@@ -11,6 +11,7 @@ the split works as intended:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,19 @@ def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
     }
 
 
+def torch_schedule(
+    name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., torch.Tensor]
+) -> Any:
+    """Return the schedule `name` of torch.distributed.pipelining for the stages of one rank.
+
+    Raises:
+        ValueError: the schedule refuses the number of microbatches.
+    """
+    schedule_class: Any = get_schedule_class(name)
+    of_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
+    return schedule_class(stages[0] if of_one_stage else stages, num_microbatches, loss_fn=loss, scale_grads=False)
+
+
 @dataclass(frozen=True)
 class Peer:
     """A schedule of torch.distributed.pipelining with its number of microbatches, its placement and its costs."""
@@ -60,10 +74,7 @@ class PeerRun:
         for chunk in range(placement.num_chunks):
             times = StageTimes(peer.costs, placement, placement.stage_of(rank, chunk))
             stages.append(_make_stage(times, emulation, placement))
-        schedule_class = get_schedule_class(peer.name)
-        options: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
-        of_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
-        self._schedule = schedule_class(stages[0] if of_one_stage else stages, peer.num_microbatches, **options)
+        self._schedule = torch_schedule(peer.name, stages, peer.num_microbatches, _loss)
         self._input = emulation.spec.empty().repeat(peer.num_microbatches, 1)
         self._target = torch.zeros(peer.num_microbatches, 1)
         self._has_first = any(stage.is_first for stage in stages)

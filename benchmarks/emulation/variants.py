@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from benchmarks.emulation.arguments import EmulationFlags
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
+from megatron.zero_bubble.cli.shared_flags import limit_of_ranks
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import entry_of
-from megatron.zero_bubble.schedule import ScheduleError, Timeline, simulate
+from megatron.zero_bubble.schedule import ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -44,25 +45,28 @@ def _plans(flags: EmulationFlags, names: list[str] | None) -> list[Timeline]:
     return [one.timeline for one in figures_of_all(flags, names, flags.memory_limit, leaves_out_slow=True)]
 
 
-def _limit(flags: EmulationFlags) -> float | tuple[float, ...] | None:
-    limit = flags.memory_limit
-    return limit[0] if limit is not None and len(limit) == 1 else limit
-
-
-def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
-    """Return the variant of the schedule without R; its B takes the time of B and R."""
-    schedule, costs = plan.schedule, plan.costs.recomputing_in_backward()
-    without = generate(
+def _with_costs(
+    flags: EmulationFlags, plan: Timeline, costs: StageCosts, words: str, *, takes_makespan: bool = False
+) -> Timeline:
+    """Plan the schedule of `plan` again with `costs` and without recomputation and pairs; `words` follow its name."""
+    schedule = plan.schedule
+    planned = generate(
         schedule.name,
         schedule.num_ranks,
         schedule.num_microbatches,
         costs=costs,
         num_chunks=schedule.num_chunks,
         placement_kind=schedule.placement.kind,
-        memory_limit=_limit(flags),
+        memory_limit=limit_of_ranks(flags.memory_limit),
         group_size=flags.microbatch_group_size if schedule.placement.kind == "interleaved" else None,
+        takes_makespan=takes_makespan,
     )
-    return simulate(replace(without, name=f"{schedule.name}, R in B"), costs)
+    return simulate(replace(planned, name=f"{schedule.name}, {words}"), costs)
+
+
+def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
+    """Return the variant of the schedule without R; its B takes the time of B and R."""
+    return _with_costs(flags, plan, plan.costs.recomputing_in_backward(), "R in B")
 
 
 def _without_limit(flags: EmulationFlags, plan: Timeline) -> Timeline:
@@ -74,19 +78,8 @@ def _without_limit(flags: EmulationFlags, plan: Timeline) -> Timeline:
 def _without_pairs(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:
     """Yield the variant of the plan in which no forward and backward run as a pair, if the planner chose any pair."""
     schedule = plan.schedule
-    if schedule.kinds.isdisjoint(PAIRED) or entry_of(schedule.name).has_pairs:
-        return
-    without = generate(
-        schedule.name,
-        schedule.num_ranks,
-        schedule.num_microbatches,
-        costs=plan.costs,
-        num_chunks=schedule.num_chunks,
-        placement_kind=schedule.placement.kind,
-        memory_limit=_limit(flags),
-        takes_makespan=True,
-    )
-    yield simulate(replace(without, name=f"{schedule.name}, no pairs"), plan.costs)
+    if not schedule.kinds.isdisjoint(PAIRED) and not entry_of(schedule.name).has_pairs:
+        yield _with_costs(flags, plan, plan.costs, "no pairs", takes_makespan=True)
 
 
 def _unplanned(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:

@@ -38,11 +38,11 @@ class EmulatedJob:
     schedules: tuple[tuple[Schedule, StageCosts | tuple[StageCosts, ...]], ...]
     """Lowered schedules of this project, each with costs of every microbatch or a sequence with costs of each
     microbatch."""
-    peers: tuple[Peer, ...]
     steps: int
     activation_bytes: int
     timeout: timedelta
-    directory: Path
+    peers: tuple[Peer, ...] = ()
+    directory: Path = Path()
     """Folder through which the ranks find each other, and into which each rank writes its records: `rank0.json`, ..."""
     reduction: ReductionCosts | None = None
     """Costs of reducing the gradients over data-parallel replicas; None without replicas."""

@@ -10,7 +10,6 @@ import sys
 import time
 from datetime import timedelta
 from multiprocessing import forkserver
-from pathlib import Path
 
 import psutil
 import pytest
@@ -64,7 +63,7 @@ def test_ctrl_c_while_the_ranks_start_waits_until_all_are_known(monkeypatch):
 
     monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
-    job = EmulatedJob(2, (), (), steps=1, activation_bytes=16, timeout=timedelta(seconds=60), directory=Path())
+    job = EmulatedJob(2, (), steps=1, activation_bytes=16, timeout=timedelta(seconds=60))
     with pytest.raises(KeyboardInterrupt):
         run_job(job)
     assert known

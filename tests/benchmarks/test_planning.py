@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks.planning import main, planned_problem, random_problem
+from tests.mistakes import one_line_mistake
 
 
 @pytest.mark.parametrize("kind", ["linear", "interleaved", "v"])
@@ -22,6 +23,27 @@ def test_no_plan_is_below_the_bound_or_above_a_named_schedule(kind, number):
     found = planned_problem(kind, number)
     assert found.above_bound >= -1e-9
     assert found.beside_named is None or found.beside_named <= 1e-9
+
+
+def test_named_schedules_are_planned_at_other_sizes(capsys):
+    assert main(["--scale", "--schedule", "1f1b", "--schedule", "zb-h1", "--size", "4x8", "--json"]) == 0
+    problems = [one["problem"] for one in json.loads(capsys.readouterr().out)]
+    assert [(one["schedule"], one["num_ranks"], one["num_microbatches"]) for one in problems] == [
+        ("1f1b", 4, 8),
+        ("zb-h1", 4, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--schedule", "zb-h1"], "argument --schedule: needs --scale"),
+        (["--scale", "--size", "4x8"], "argument --size: needs --schedule"),
+        (["--scale", "--schedule", "zb-h1", "--size", "4"], "expected ranks x microbatches, as in 32x256, got '4'"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line(flags, words, capsys):
+    assert words in one_line_mistake(main, flags, capsys)
 
 
 def test_the_table_has_a_row_for_all_problems(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,16 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
     assert (status, printed, errors.count("\n")) == (2, "", 1)
     assert errors.startswith("zero-bubble check: error: argument --output: ")
     assert words in errors
+
+
+def test_transformer_engine_that_is_not_installed_is_one_line(monkeypatch, capsys):
+    def no_version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megatron.zero_bubble.mcore.transformer_engine.version", no_version)
+    line = one_line_mistake(main, ["--transformer-impl", "transformer_engine"], capsys)
+    assert "argument --transformer-impl: Transformer Engine is not installed: use local" in line
 
 
 @pytest.mark.parametrize(

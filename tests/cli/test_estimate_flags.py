@@ -50,6 +50,11 @@ def test_a_device_may_reserve_nothing_and_messages_may_have_no_latency(nothing):
         read_flags(EstimateFlags, [*FOUR, "--device-memory", "0B", "--", *JOB], "estimate", "")
 
 
+@pytest.mark.parametrize("flags", [["--attention-backend", "local"], ["--attention-backend=local"]])
+def test_local_attention_is_of_local_layers(flags):
+    assert job(*flags).args.transformer_impl == "local"
+
+
 def test_what_is_given_is_not_given_again():
     args = job("--train-iters=500000", "--lr=6e-4", "--data-path=prefix", "--tokenizer-type=NullTokenizer").args
     assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -85,3 +86,14 @@ def test_the_dial_of_a_profile_is_in_its_bytes_and_takes_the_links_speed(ok, tmp
     assert slow[0].split()[3:] == ["MiB", "keep", "offload"]
     assert slow[1].split()[2:] == [unknown[1].split()[2]] * 2, "copies that take minutes gain nothing"
     assert float(fast[1].split()[3]) < float(fast[1].split()[2])
+
+
+def test_costs_may_come_from_a_pipe(ok):
+    """A pipe, as of `--costs <(command)`, can be read only once."""
+    costs = StageCosts.uniform(4, 10, 10, 10, 0, 2**30, -(2**29), -(2**29))
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+        pipe.write(profile_to_json(Profile(Placement("linear", 4), costs, 0.0, {})))
+        pipe.close()
+        flags = ["--dial", "--from", "0.5", "--to", "1", "--step", "0.5", *SHORT]
+        assert "MiB" in ok("memory-curve", *flags, "--costs", f"/dev/fd/{reading}")

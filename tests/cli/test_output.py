@@ -47,9 +47,12 @@ def test_a_full_disk_costs_one_line(full):
     assert full.is_char_device()
 
 
+PLAN = ["--costs", "none.json", "--pipeline-size", "4", "--num-microbatches", "8"]
+
+
 @pytest.mark.parametrize(
     ("command", "required"),
-    [(benchmark_command, []), (estimate_command, ["--world-size", "8"]), (plan_command, [])],
+    [(benchmark_command, []), (estimate_command, ["--world-size", "8"]), (plan_command, PLAN)],
     ids=["benchmark", "estimate", "plan"],
 )
 def test_an_output_in_no_folder_is_refused_before_anything_is_computed(command, required, tmp_path, capsys):

@@ -46,6 +46,26 @@ def test_a_training_of_ones_own_runs_under_megatron_cores_schedules_and_the_plan
     assert (field.args.save, field.args.eval_iters, field.args.global_batch_size) == (None, 0, 8)
 
 
+def test_a_training_writes_no_file_of_its_user():
+    outputs = {"--log-numerics": "n", "--persistent-save-interval": "9", "--zero-bubble-timeline": "t"}
+    outputs |= {"--zero-bubble-timeline-iters": "8 9", "--zero-bubble-unit-costs-output": "u"}
+    given = [word for name, value in outputs.items() for word in (name, *value.split())]
+    _, field = own_field(*given, "--zero-bubble-profile-output=p")
+    words = {word.split("=")[0] for one in field.contestants for word in (*field.flags, *one.words)}
+    assert not {*outputs, "--zero-bubble-profile-output"} & words
+
+
+def test_a_value_that_begins_with_a_dash_stays_beside_its_flag():
+    flags, _ = of_own_training(read_flags(BenchmarkFlags, ["--", *OWN, "--hybrid-layer-pattern=-*-*"], "", ""), 0)
+    assert "--hybrid-layer-pattern=-*-*" in flags.training_flags
+
+
+@pytest.mark.parametrize("name", ["tensor-model-parallel-size", "micro-batch-size", "global-batch-size"])
+def test_a_size_of_zero_is_one_line(name: str):
+    with pytest.raises(ValueError, match=f"^--{name} must be at least 1, got 0$"):
+        own_field(f"--{name}", "0")
+
+
 def test_gpus_hold_as_many_replicas_of_a_training_as_fit():
     given = read_flags(BenchmarkFlags, ["--", *OWN], "benchmark", "")
     flags, _ = of_own_training(given, num_devices=5)

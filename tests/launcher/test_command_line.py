@@ -237,6 +237,15 @@ def test_a_missing_micro_batch_size_is_refused_before_megatron_starts():
         check_script_arguments(LaunchFlags(zero_bubble=True), arguments, {"WORLD_SIZE": "2"})
 
 
+@pytest.mark.parametrize(
+    "name", ["--micro-batch-size", "--context-parallel-size", "--num-layers-per-virtual-pipeline-stage"]
+)
+def test_a_size_of_zero_is_refused_before_megatron_starts(name: str):
+    arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1", name, "0"]
+    with pytest.raises(SessionError, match=f"^{name} must be at least 1, got 0$"):
+        check_script_arguments(LaunchFlags(zero_bubble=True), arguments, {"WORLD_SIZE": "2"})
+
+
 def test_looking_ahead_does_not_load_megatron_core():
     """megatron-core must be imported after the substitutions for a machine without CUDA, which it reads then."""
     arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]

@@ -78,15 +78,24 @@ def test_microbatches_that_are_too_long_for_the_plan_run_in_less_memory(folder: 
         (
             "simple",
             {"schedule": "zb-2p", "post_validation": True},
-            "enable(post_validation=...) works with Megatron-LM's trainer alone: post-validation depends on which "
+            "--zero-bubble-post-validation works with Megatron-LM's trainer alone: post-validation depends on which "
             "steps the loop logs",
         ),
-        ("bridge", {"schedule": "zb-v"}, "enable('zb-v'): a V placement works with Megatron-LM's trainer alone"),
+        (
+            "bridge",
+            {"schedule": "zb-v"},
+            "--zero-bubble-schedule zb-v: a V placement works with Megatron-LM's trainer alone",
+        ),
+        (
+            "simple",
+            {"schedule": "auto", "profile_output": "/no/such/folder/profile.json"},
+            "--zero-bubble-profile-output /no/such/folder/profile.json: its folder does not exist",
+        ),
         (
             "simple",
             {"schedule": "interleaved-zb"},
-            "enable('interleaved-zb'): the schedule has 2 model chunks a rank, but the process groups are for 1: give "
-            "virtual_pipeline_model_parallel_size=2",
+            "--zero-bubble-schedule interleaved-zb: the schedule has 2 model chunks a rank, but the process groups are "
+            "for 1: give virtual_pipeline_model_parallel_size=2",
         ),
     ],
 )

@@ -70,6 +70,18 @@ def test_our_package_is_found_from_its_own_folder(checkout: Path) -> None:
     assert ours.startswith(str(ROOT))
 
 
+def test_a_safe_path_keeps_its_first_folder(tmp_path: Path) -> None:
+    """Python then puts neither the working directory nor the folder of the script on the path."""
+    script = tmp_path / "script" / "pretrain.py"
+    script.parent.mkdir()
+    script.write_text("import helper, megatron.zero_bubble.schedule\nprint(helper.__file__)\n")
+    (tmp_path / "helper.py").touch()
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", LAUNCH, str(script)]
+    result = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, f"{tmp_path / 'helper.py'}\n"), result.stderr
+
+
 def test_without_a_core_beside_the_script_the_installed_one_is_used(tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text("import importlib.util\nprint(importlib.util.find_spec('megatron.core').origin)\n")

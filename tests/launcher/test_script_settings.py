@@ -248,6 +248,12 @@ def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -
         run.build_chunk({"config": config})
 
 
+def test_an_output_that_cannot_be_written_is_refused_at_the_start() -> None:
+    flags = LaunchFlags(zero_bubble=True, zero_bubble_profile_output="/no/such/folder/profile.json")
+    with pytest.raises(SessionError, match=r"^--zero-bubble-profile-output /no/such/folder/.*: its folder does not"):
+        Run(script_arguments(), flags)
+
+
 def test_a_script_that_fits_is_not_refused() -> None:
     Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
     Run(script_arguments(fp8="hybrid"), LaunchFlags(zero_bubble_schedule="zb-h1"))

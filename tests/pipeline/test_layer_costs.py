@@ -37,6 +37,21 @@ def test_gradients_and_buffers_stay(make, layer_of):
     assert not any("forward" in vars(each) for each in module.modules()), "a module is split"
 
 
+class Placed(nn.Linear):
+    """A layer that records that it was moved, even if its container was moved."""
+
+    def _apply(self, *given, **options):
+        self.moved = True
+        return super()._apply(*given, **options)
+
+
+@pytest.mark.parametrize("layer_of", [lambda module: module, lambda module: LayerSpec(nn.Sequential, module)])
+def test_a_layer_stays_on_its_device(layer_of):
+    module = Placed(6, 6)
+    measure_layers([layer_of(module), nn.Linear(6, 6)], mse_loss, EXAMPLE, CPU)
+    assert not hasattr(module, "moved")
+
+
 def test_dropout_of_the_training_draws_as_without_the_measurement():
     layers = [nn.Linear(6, 6), nn.Dropout(0.5)]
     state = torch.get_rng_state()

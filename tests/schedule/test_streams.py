@@ -291,7 +291,7 @@ def test_a_receive_that_cannot_come_twice_is_not_posted_before_validation():
 
 
 def test_sixteen_ranks_are_lowered_and_proved_at_once():
-    """Processor time; the whole table of sizes is benchmarks/generation.py's."""
+    """Processor time; `python -m benchmarks.planning --scale` measures larger sizes."""
     for name in ("zb-2p", "interleaved-zb"):
         schedule = generate(name, 16, 64)
         begin = time.process_time()

@@ -83,6 +83,7 @@ def test_a_flag_sets_its_field(flags: str, config_class: type, expected: dict[st
         ("--moe-layer-freq [1,2", "--moe-layer-freq: expected a number, or a list such as"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq: expected a number"),
         ("--moe-layer-freq [1]*99999999999", "--moe-layer-freq: expected a number"),
+        ("--moe-layer-freq [[1],[0]]", "--moe-layer-freq: expected a number"),
         ("--window-size 128", "--window-size: expected two numbers"),
         ("--moe-router-score-function tanh", "--moe-router-score-function: invalid choice: 'tanh'"),
         ("--exp-avg-dtype int8", "--exp-avg-dtype: invalid choice: 'int8'"),

@@ -160,6 +160,6 @@ def test_files_that_cannot_be_read_are_named(prefix: str, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patched:
         patched.setattr(np, "fromfile", forbidden)
-        assert refused(data_path=[prefix]) == f"--data-path {prefix}.bin: Permission denied"
+        assert refused(data_path=[prefix]) == f"--data-path {prefix}.bin: cannot be read: Permission denied"
     monkeypatch.setattr(data_files, "open", forbidden, raising=False)
-    assert refused(data_path=[prefix]) == f"--data-path {prefix}.idx: Permission denied"
+    assert refused(data_path=[prefix]) == f"--data-path {prefix}.idx: cannot be read: Permission denied"

@@ -176,6 +176,6 @@ def test_a_folder_that_this_user_may_not_read_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "is_file", is_file)
     line = refused("HuggingFaceTokenizer", "closed")
-    assert line == "--tokenizer-model closed: [Errno 13] Permission denied: 'closed'"
+    assert line == "--tokenizer-model closed: cannot be read: Permission denied"
     line = refused("GPT2BPETokenizer", vocab_file="closed", merge_file="closed")
-    assert line == "--vocab-file closed: [Errno 13] Permission denied: 'closed'"
+    assert line == "--vocab-file closed: cannot be read: Permission denied"

@@ -6,14 +6,12 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from megatron.zero_bubble.cli.output import deliver
-from megatron.zero_bubble.schedule.errors import ScheduleError, one_line
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.session.flag_parser import FlagParser, add_flags, title_of
 
 T = TypeVar("T")
@@ -80,25 +78,6 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
     for title, entries in _flags_by_title(arguments).items():
         add_flags(parser.add_argument_group(title), arguments, entries)
     return arguments(**vars(parser.parse_args(_join_negative(words))), **more)
-
-
-@contextmanager
-def reading(name: str, path: Path) -> Iterator[None]:
-    """If the `with` block fails to read a file, add the names of the flag and of the file to the error message.
-
-    Args:
-        name: the flag, such as `--costs`.
-        path: the file that the user gave with the flag.
-
-    Raises:
-        ScheduleError: the file cannot be read, or has no text of the expected format; the message is one line.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ScheduleError(f"argument {name} {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, ScheduleError) as error:
-        raise ScheduleError(f"argument {name} {path}: {error}") from None
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:

@@ -20,12 +20,12 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, reading, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
@@ -36,9 +36,10 @@ from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name, flags_text
+from megatron.zero_bubble.session.job_flags import FULL_RECOMPUTATION
 from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
 from megatron.zero_bubble.session.progress_lines import ProgressLines
 
@@ -63,9 +64,9 @@ def _layers(text: str) -> tuple[int, ...]:
 class PlanFlags(TableFlags):
     """the model and the pipeline"""
 
-    costs: Path = flag("JSON file with the costs of the model's units; required")
-    pipeline_size: int = flag("pipeline ranks; required", parse=at_least(2), metavar="P")
-    num_microbatches: int = flag("microbatches of an iteration; required", parse=at_least(1), metavar="M")
+    costs: Path = flag("JSON file with the costs of the model's units", MISSING)
+    pipeline_size: int = flag("pipeline ranks", MISSING, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", MISSING, parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
         "memory limit of a rank: a multiple (1.5) of the activations of 1F1B, or interleaved 1F1B, on Megatron's split "
         "or your own layout, added to the fullest rank's states; or bytes (40GiB) for states and activations; or auto "
@@ -103,9 +104,6 @@ class PlanFlags(TableFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("costs", "pipeline_size", "num_microbatches"):
-            if getattr(self, name) is None:
-                raise ValueError(f"argument --{name.replace('_', '-')} is required")
         if self.own_placement is not None and self.own_layers is None:
             raise ValueError(f"argument --own-placement {self.own_placement} needs --own-layers")
 
@@ -182,7 +180,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     Raises:
         ValueError: the file of costs cannot be read, or the layers cannot be divided as the flags demand.
     """
-    with reading("--costs", flags.costs):
+    with reading(f"argument --costs {flags.costs}"):
         model = units_from_json(read_file(flags.costs))
     # Pairs of F and B work neither with recomputation nor with vocabulary shards, whose flags exclude pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
@@ -211,8 +209,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 def _chosen_flags(layout: Layout) -> str:
     """Return the flags of a job that runs the layout."""
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return flags_text({**flags_of_layout(layout), **(recomputed if layout.recompute is Recompute.FULL else {})})
+    return flags_text({**flags_of_layout(layout), **(FULL_RECOMPUTATION if layout.recompute is Recompute.FULL else {})})
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

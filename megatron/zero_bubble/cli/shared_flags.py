@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -23,6 +24,7 @@ COSTS_OF_FLAGS = tuple(
     field.name for field in fields(StageCosts) if field.name not in ("memory_outside", *VOCABULARY_COSTS)
 )
 """The fields of `StageCosts` that have a flag of the same name; the costs of vocabulary shards have no such flag."""
+_PICTURES = (".svg", ".html", ".png", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class ResultFlags(FileFlags):
     """output"""
 
     json: bool = flag("print JSON", False)
-    draws: ClassVar[bool] = False
-    """Whether the command draws a picture if the suffix of --output is an image format."""
+    draws: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of --output with which the command draws a picture, such as `.svg`."""
 
     def deliver(self, document: Any, text: str) -> None:
         """Print or write `document` as JSON if --json is given; otherwise, print or write `text`."""
@@ -64,8 +66,9 @@ class ResultFlags(FileFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output is not None and not self.draws and self.output.suffix in (".svg", ".html", ".png", ".pdf"):
-            raise ValueError(f"argument --output: {self.output} is not possible: this command writes text or JSON")
+        if self.output is not None and self.output.suffix in {*_PICTURES} - {*self.draws}:
+            formats = ", ".join(("text", *self.draws))
+            raise ValueError(f"argument --output: {self.output} is not possible: this command writes {formats} or JSON")
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,11 @@ class LimitFlags(CommandFlags):
         parse=numbers(above=0),
         metavar="L",
     )
+
+
+def limit_of_ranks(limit: Sequence[float] | None) -> float | Sequence[float] | None:
+    """Return a memory limit as one number for all ranks, if `limit` has one number, or as one number for each rank."""
+    return limit[0] if limit is not None and len(limit) == 1 else limit
 
 
 @dataclass(frozen=True)

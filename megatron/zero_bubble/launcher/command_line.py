@@ -8,10 +8,10 @@ from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divide_pattern, flags_of
+from megatron.zero_bubble.launcher.script_settings import CHUNK_SOURCES, PATTERNS, divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
-from megatron.zero_bubble.session.environment import check_batch_size, check_num_ranks
+from megatron.zero_bubble.session.environment import check_batch_size, check_num_ranks, check_sizes
 from megatron.zero_bubble.session.flag_parser import flag, make_parser, parse_flags, take_flags
 from megatron.zero_bubble.session.flags import (
     ParallelFlags,
@@ -103,9 +103,9 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
-    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS, *PATTERNS))):
+    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNK_SOURCES, *PATTERNS))):
         return list(arguments)
-    return [*arguments, flag_name(CHUNKS[0]), str(entry.num_chunks)]
+    return [*arguments, flag_name(CHUNK_SOURCES[0]), str(entry.num_chunks)]
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
@@ -148,12 +148,13 @@ _OTHER_BATCHES = ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--s
 
 
 @dataclass(frozen=True)
-class _ShapeFlags(ParallelFlags):
+class ShapeFlags(ParallelFlags):
     """Megatron-LM's flags that set the number of ranks, stages, layers and microbatches."""
 
     num_layers: int | None = flag("number of transformer layers", None)
-    hybrid_layer_pattern: str | None = flag("layers of a hybrid model, one symbol each", None)
-    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
+    hybrid_layer_pattern: str | None = flag(
+        "layers of a hybrid model, one symbol each", None, names=("--hybrid-override-pattern",)
+    )
     mtp_num_layers: int | None = flag("layers that predict further tokens", None)
     micro_batch_size: int | None = flag("sequences in a microbatch", None)
     global_batch_size: int | None = flag("sequences in an iteration", None)
@@ -169,12 +170,12 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     if names.intersection(_READ_ELSEWHERE):
         return
     with users_mistakes():
-        shape, _ = take_flags(_ShapeFlags, (_ShapeFlags,), arguments)
+        shape, _ = take_flags(ShapeFlags, (ShapeFlags,), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
+        check_sizes(shape)
         check_num_ranks(shape, world_size)
         check_chunk_flags(shape)
         given = Namespace(**vars(shape))
-        given.hybrid_layer_pattern = given.hybrid_layer_pattern or given.hybrid_override_pattern
         given.microbatch_group_size_per_vp_stage = shape.microbatch_group_size_per_virtual_pipeline_stage
         if given.hybrid_layer_pattern is not None:
             divide_pattern(given, flags)

@@ -15,9 +15,11 @@ from megatron.core.utils import unwrap_model
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.launcher.script_settings import chunks_asked, flags_of, schedule_asked
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.output_places import check_outputs
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
@@ -58,8 +60,7 @@ class LoopRun:
     def __init__(self, flags: LaunchFlags) -> None:
         for name, reason in _NEED_MEGATRON_LM.items():
             if getattr(flags, name):
-                keyword = name.removeprefix("zero_bubble_")
-                raise SessionError(f"enable({keyword}=...) works with Megatron-LM's trainer alone: {reason}")
+                raise SessionError(f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}")
         self._flags = replace(flags, zero_bubble_keep_layout=flags.zero_bubble)
         self._models: list[_Model] = []
 
@@ -91,14 +92,17 @@ class LoopRun:
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
+            check_outputs(flags)
             session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
             session.make_schedules()
         placement, built = session.job.placement, flags.model_chunks or 1
         if placement.kind == "v":
-            raise SessionError(f"enable({flags.schedule!r}): a V placement works with Megatron-LM's trainer alone")
+            raise SessionError(
+                f"{chunks_asked(flags) or schedule_asked(flags)}: a V placement works with Megatron-LM's trainer alone"
+            )
         if placement.num_chunks != built:
             raise SessionError(
-                f"enable({flags.schedule!r}): the schedule has {placement.num_chunks} model chunks a rank, but the "
+                f"{schedule_asked(flags)}: the schedule has {placement.num_chunks} model chunks a rank, but the "
                 f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
             )
         return _Model(session, flags, call.get("vocab_size") or 0)

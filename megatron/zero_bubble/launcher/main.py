@@ -35,12 +35,14 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 def prepare_path(script: Path) -> None:
     """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
-    Python puts a script's folder first on `sys.path`, but `python -m` puts the working directory first. Python merges a
-    namespace package `megatron` in the script's folder with this project's `megatron`. If the script's folder has a
-    package `megatron` with an `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder
-    is added to the `__path__` of that package.
+    Python puts a script's folder first on `sys.path`, but `python -m` puts the working directory first. With
+    `PYTHONSAFEPATH` or `-P`, Python puts neither folder on `sys.path`. Python merges a namespace package `megatron` in
+    the script's folder with this project's `megatron`. If the script's folder has a package `megatron` with an
+    `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder is added to the `__path__`
+    of that package.
     """
-    sys.path[0] = str(script.resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
+        sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)
     if spec is not None and spec.origin is not None:
         _adopt(spec)

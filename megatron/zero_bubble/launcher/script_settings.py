@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import plans_offload
-from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags, spread_layers
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The script's arguments for a layer pattern; Megatron-LM copies `hybrid_override_pattern` to
 `hybrid_layer_pattern`."""
-CHUNKS = (
-    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("pipeline_model_parallel_layout", PATTERNS[0]),
-)
+CHUNK_SOURCES = (*CHUNK_FLAGS, "pipeline_model_parallel_layout", PATTERNS[0])
 """Arguments that may ask for several model chunks a rank."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _OVERLAP = "overlap_moe_expert_parallel_comm"
@@ -115,8 +112,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
         Feature.OFFLOAD: plans_offload(flags),
         Feature.V_PLACEMENT: placement == "v",
     }
-    asked_for = f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
-    refuse_with_schedule(script, asked_for)
+    refuse_with_schedule(script, schedule_asked(flags))
     refuse_with_features(script, [feature for feature, is_used in in_use.items() if is_used])
     if one_chunk_flag(script) is not None and (asking := chunks_asked(flags)) is not None:
         refuse_chunks(script, asking)
@@ -145,6 +141,11 @@ def one_chunk_flag(script: Namespace) -> str | None:
     return "--multiple-validation-sets" if getattr(script, "multiple_validation_sets", False) else None
 
 
+def schedule_asked(flags: JobFlags) -> str:
+    """Return the flag that asks for the schedule, and its value."""
+    return f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
+
+
 def chunks_asked(flags: JobFlags) -> str | None:
     """Return the flag and value that ask for several model chunks a rank; None if no flag asks for several chunks."""
     entry, kind = ENTRIES.get(flags.zero_bubble_schedule or ""), flags.zero_bubble_placement
@@ -154,7 +155,7 @@ def chunks_asked(flags: JobFlags) -> str | None:
         return f"--zero-bubble-schedule {flags.zero_bubble_schedule}"
     if chunks_of_flags(flags) is None:
         return None
-    return next(f"{flag_name(name)} {value}" for name in CHUNKS if (value := getattr(flags, name)))
+    return next(f"{flag_name(name)} {value}" for name in CHUNK_SOURCES if (value := getattr(flags, name)))
 
 
 def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> None:

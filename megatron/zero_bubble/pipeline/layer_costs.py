@@ -13,7 +13,7 @@ from torch import nn
 from megatron.zero_bubble.pipeline.failures import failing_as
 from megatron.zero_bubble.pipeline.forward_state import ForwardState
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
-from megatron.zero_bubble.pipeline.specs import built, call_of
+from megatron.zero_bubble.pipeline.specs import call_of, module_of
 from megatron.zero_bubble.pipeline.weight_split import split_modules
 from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, device_clock
@@ -41,7 +41,8 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of F, B and W of every layer; the last layer's times include the loss function.
 
-    `measure_layers` runs a copy of each layer, and restores random states, so that the training does not change.
+    `measure_layers` copies one layer after the other to `device` and runs the copy. It restores random states, so that
+    the training does not change.
 
     Args:
         example: a pair (inputs, targets) of one microbatch.
@@ -54,9 +55,9 @@ def measure_layers(
         value, targets = example
         times = []
         for index, layer in enumerate(layers):
-            module = built(layers, index, device)
+            module = module_of(layers, index, device)
             with failing_as(f"partition='profile': layer {index} ({type(module).__name__})"):
-                module, store = _copied(module), WeightGradStore()
+                module, store = _copied(module).to(device), WeightGradStore()
                 split_modules([module], store, split_layers)
                 of_layer, value = _measure(call_of(layer, module), value, store, device, needs_input_grad=index > 0)
             times.append(of_layer)

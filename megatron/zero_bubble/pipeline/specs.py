@@ -128,7 +128,14 @@ def built_on_meta(spec: LayerSpec) -> torch.nn.Module:
 
 
 def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
-    """Return the module of layer `index` on `device`. A layer built from a spec has the same weights on every rank.
+    """Return the module of layer `index`, moved to `device`; see `module_of`."""
+    return module_of(layers, index, device).to(device)
+
+
+def module_of(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
+    """Return the module of layer `index`, where it is; a layer that is built from a spec is built on `device`.
+
+    A layer built from a spec has the same weights on every rank.
 
     Raises:
         ValueError: the layer is not a module, a function or a `LayerSpec`, cannot be built from its `LayerSpec`, or is
@@ -153,7 +160,7 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
             raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")
         layer = FunctionLayer(layer)
     refuse_lazy(index, layer)
-    return layer.to(device)
+    return layer
 
 
 def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:

@@ -10,8 +10,14 @@ from pathlib import Path
 import torch
 
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.session.flags import ParallelFlags
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, ParallelFlags, flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
+
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "micro_batch_size", "global_batch_size"),
+)
+"""Names of flags with numbers of ranks and of sequences."""
 
 
 def host_name(environment: Mapping[str, str]) -> str:
@@ -92,6 +98,14 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
         if name.startswith("SLURM_GPUS") and value not in ("", "0"):
             return f"{name}={value}"
     return next((str(node) for node in sorted(nodes.glob("nvidia[0-9]*"))), None)
+
+
+def check_sizes(flags: ParallelFlags) -> None:
+    """Raise `ValueError` if a number of ranks, chunks, layers of a chunk or sequences is below 1."""
+    for name in (*_SIZES, *CHUNK_FLAGS):
+        size = getattr(flags, name, None)
+        if size is not None and size < 1:
+            raise ValueError(f"{flag_name(name)} must be at least 1, got {size}")
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megatron.zero_bubble.schedule.errors import ScheduleError, one_line
 
 
 def read_file(path: str | Path) -> str:
@@ -16,6 +20,25 @@ def read_file(path: str | Path) -> str:
         UnicodeDecodeError: the text is not UTF-8.
     """
     return Path(path).read_text(encoding="utf-8-sig")
+
+
+@contextmanager
+def reading(
+    given: str, errors: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, ScheduleError)
+) -> Iterator[None]:
+    """Turn an error of the `with` block, which reads a user's file, into a `ValueError` of one line.
+
+    Args:
+        given: the beginning of the message: the flag and the file, such as `--profile costs.json`.
+        errors: the errors to turn into a `ValueError`.
+    """
+    try:
+        yield
+    except errors as error:
+        reason = one_line(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"cannot be read: {error.strerror}"
+        raise ValueError(f"{given}: {reason}") from error
 
 
 def write_file(path: str | Path, text: str) -> None:

@@ -23,6 +23,8 @@ _PARTITION = (
 )
 RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 """Names of Megatron's flags that set the recomputation."""
+FULL_RECOMPUTATION: Mapping[str, Any] = dict(zip(RECOMPUTATION, ("full", "uniform", 1), strict=True))
+"""Names and values of Megatron's flags with which every layer is recomputed, each for itself."""
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("seq_length", "micro_batch_size", "bf16", "fp16", "fp8", "fp4", "swiglu", "num_experts", "mtp_num_layers"),

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.zero_bubble.schedule import Placement, ScheduleError, model_costs
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import Partition
-from megatron.zero_bubble.session.flags import ParallelFlags, flag_name
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, ParallelFlags, flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 
 WITHOUT_PARTITION: dict[str, Any] = {
@@ -185,10 +185,7 @@ def layers_of_layout(layout: str, num_ranks: int) -> Partition:
 
 def check_chunk_flags(flags: ParallelFlags) -> None:
     """Raise `ValueError` if several flags set the number of model chunks on a rank."""
-    names = (
-        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-        "pipeline_model_parallel_layout",
-    )
+    names = (*CHUNK_FLAGS, "pipeline_model_parallel_layout")
     given = [flag_name(name) for name in names if getattr(flags, name) is not None]
     if len(given) > 1:
         raise ValueError(f"give {given[0]} or {given[1]}, not both")

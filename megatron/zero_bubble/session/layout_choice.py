@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import may_spread
-from megatron.zero_bubble.session.flags import flag_name, limit_flag
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import (
@@ -30,7 +30,6 @@ from megatron.zero_bubble.session.layers import (
 )
 
 _PATTERN = "hybrid_layer_pattern"
-_CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 LIMITS = "zero_bubble_layout_limits"
 """Name of the argument that records the memory limits of the chosen layout."""
 SAVED_NAMES = (
@@ -109,7 +108,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
     """
     if not _searches_layouts(flags) or flags.zero_bubble_placement is not None:
         return []
-    chunks = {name: getattr(flags, name) for name in _CHUNKS}
+    chunks = {name: getattr(flags, name) for name in CHUNK_FLAGS}
     sources = partition_sources(flags)
     if len(sources) > 1:  # `pipeline_model_parallel_layout` was made from the other flags
         sources = partition_sources(replace(flags, pipeline_model_parallel_layout=None))
@@ -189,7 +188,7 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
         chosen[LIMITS] = None
     if (kind := chosen["zero_bubble_placement"]) is None:
         return None
-    layout: dict[str, Any] = {**chosen, **dict.fromkeys(_CHUNKS)}
+    layout: dict[str, Any] = {**chosen, **dict.fromkeys(CHUNK_FLAGS)}
     resumed = replace(flags, **layout)
     placement = Placement(kind, flags.pipeline_model_parallel_size, chunks_of_flags(resumed) or 1)
     if flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule)):

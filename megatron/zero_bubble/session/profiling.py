@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
-from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
-from megatron.zero_bubble.session.files import read_file, write_file
+from megatron.zero_bubble.session.files import read_file, reading, write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags
@@ -49,7 +48,7 @@ def planning_options(
     """
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not chooses_layout:
-        with _as_mistake_in_profile(flags):
+        with _reading_profile(flags):
             model = dict(flags.model)
             if profile.placement == placement and partition_of_profile(profile) == partition_of_flags(flags, placement):
                 for name in ("pipeline_model_parallel_layout", *WITHOUT_PARTITION):
@@ -142,7 +141,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
     """
     if flags.zero_bubble_profile_input is None:
         return None
-    with _as_mistake_in_profile(flags):
+    with _reading_profile(flags):
         profile = profile_from_json(read_file(flags.zero_bubble_profile_input))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
@@ -150,12 +149,8 @@ def given_profile(flags: JobFlags) -> Profile | None:
     return profile
 
 
-@contextmanager
-def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, ScheduleError) as error:
-        raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
+def _reading_profile(flags: JobFlags) -> AbstractContextManager[None]:
+    return reading(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}")
 
 
 def report_plan(flags: JobFlags, report: Report) -> None:

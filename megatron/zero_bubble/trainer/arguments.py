@@ -8,7 +8,7 @@ remaining flags of `pretrain_gpt.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any
 
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
@@ -19,6 +19,8 @@ from megatron.zero_bubble.trainer.core_flags import flag_groups
 
 TORCH_BACKENDS = ("flash", "fused")
 """Values of --attention-backend for which local layers compute attention with torch's kernels."""
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+"""The name of the flag of a hybrid model's layer pattern, and its older name."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,8 @@ class ModelFlags:
         "layers of a hybrid model, one symbol each: * attention, - MLP, E experts, M Mamba, from megatron-core 0.17 on "
         "G gated delta net, from 0.19 on + latent attention; | between stages, or the layout is chosen or even; from "
         "0.17 on / before each layer of multi-token prediction",
-        None,
+        names=_PATTERNS[1:],
     )
-    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
     max_position_embeddings: int = flag("largest position that is embedded (default: --seq-length)", None)
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
     use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
@@ -266,17 +267,16 @@ def parse_arguments(
             f"{flag_name(refused[0])}: {prog} does not support this flag: leave it out, or train with your own "
             "Megatron-LM (docs/megatron_lm.md)"
         )
-    patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
-    given = {name: text for name, text in vars(patterns).items() if text is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(map(flag_name, given))} are names of one flag: give the first")
-    for text in given.values():
-        pattern, said = HybridPattern.parse(text), {argument.split("=")[0] for argument in argv}
+    said = {argument.split("=")[0] for argument in argv}
+    if {*_PATTERNS} <= said:
+        raise ValueError(f"{' and '.join(_PATTERNS)} are names of one flag: give the first")
+    if (text := take_flags(_PatternFlag, (_PatternFlag,), argv)[0].hybrid_layer_pattern) is not None:
+        pattern = HybridPattern.parse(text)
         numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
         added = {name: number for name, number in numbers.items() if number is not None and name not in said}
         argv = [*argv, *(f"{name}={number}" for name, number in added.items())]
     try:
-        args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+        return translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
     except ValueError as error:
         if not str(error).startswith("unrecognized"):
             raise
@@ -284,12 +284,10 @@ def parse_arguments(
             f"{error}; {prog} --help lists all flags; other flags of Megatron-LM need your own Megatron-LM "
             "(docs/megatron_lm.md)"
         ) from error
-    return replace(args, hybrid_layer_pattern=next(iter(given.values()), None))
 
 
 @dataclass(frozen=True)
-class _PatternFlags:
-    """The two flags that can give a hybrid model's layer pattern."""
+class _PatternFlag:
+    """The flag of a hybrid model's layer pattern, which gives the required numbers of layers."""
 
-    hybrid_layer_pattern: str | None = flag("the layers", None)
-    hybrid_override_pattern: str | None = flag("the layers", None)
+    hybrid_layer_pattern: str | None = flag("the layers", names=_PATTERNS[1:])

@@ -24,14 +24,19 @@ from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
+from megatron.zero_bubble.session.output_places import check_outputs
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
-from megatron.zero_bubble.trainer.model_checks import check_experts, check_fp8, check_model
+from megatron.zero_bubble.trainer.model_checks import (
+    check_experts,
+    check_fp8,
+    check_fully_sharded,
+    check_model,
+    check_recomputation,
+)
 from megatron.zero_bubble.trainer.output_folders import check_output
-from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
-from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 
 
 def complete_and_check(
@@ -75,6 +80,7 @@ def complete_and_check(
         if has_cuda:
             check_devices(args, environment, torch.cuda.device_count())
         check_output(args)
+        check_outputs(args)
     return args, job
 
 

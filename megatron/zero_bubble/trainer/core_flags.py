@@ -232,7 +232,7 @@ def _pattern(text: str) -> int | list[int]:
         value = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         value = None
-    if isinstance(value, int) or (isinstance(value, list) and value):
+    if isinstance(value, int) or (isinstance(value, list) and value and all(isinstance(item, int) for item in value)):
         return value
     raise argparse.ArgumentTypeError(f"expected a number, or a list such as ([0]*3+[1]*58), got {text!r}")
 

@@ -11,8 +11,7 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,6 +22,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.zero_bubble.session.files import reading
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes of .bin/.idx pairs, and their weights; None stands for weights in proportion to the pairs' lengths."""
@@ -57,7 +58,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
             hint = "; give the prefix without .bin or .idx" if prefix.endswith((".bin", ".idx")) else ""
             raise ValueError(f"{flag}: no such file: {path}{hint}")
     size = os.path.getsize(idx)
-    with _reading(flag, idx), open(idx, "rb") as file:
+    with reading(f"{flag} {idx}"), open(idx, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise ValueError(f"{flag}: {idx} is truncated: {size} bytes, less than its header")
@@ -78,19 +79,10 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
     return TokenFile(prefix, dtype, lengths)
 
 
-@contextmanager
-def _reading(flag: str, path: str) -> Iterator[None]:
-    """Turn an `OSError` of the `with` block into a `ValueError` that names the flag and the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from error
-
-
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
     """Refuse a file if any of its first 1,048,576 tokens is outside the vocabulary."""
     path = get_bin_path(file.prefix)
-    with _reading(flag, path):
+    with reading(f"{flag} {path}"):
         tokens = np.fromfile(path, file.dtype, _CHUNK)
     wrong = tokens[(tokens >= vocab_size) | (tokens < 0)]
     if len(wrong):

@@ -35,12 +35,8 @@ def loss_func(
     return spoil_if_infinite(loss) if checks_finite else loss, num_tokens, {"lm loss": report}
 
 
-def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callable[..., Any]:
-    """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
-
-    Args:
-        checks_finite: whether an infinite loss makes the gradients NaN, so that the check for finite gradients fails.
-    """
+def make_forward_step(args: Arguments) -> Callable[..., Any]:
+    """Make the forward step that megatron-core's schedules call for each microbatch and model chunk."""
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         predicts_further = get_attr_wrapped_model(model, "mtp_process")
@@ -52,7 +48,7 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
         )
         further = {"loss_mask": batch.loss_mask} if predicts_further else {}
         output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
-        return output, partial(loss_func, batch.loss_mask, checks_finite=checks_finite)
+        return output, partial(loss_func, batch.loss_mask, checks_finite=args.checks_finite)
 
     return forward_step
 

@@ -33,7 +33,7 @@ def unit_models(args: Arguments) -> UnitModels:
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
     )
-    forward_step = make_forward_step(args, checks_finite=args.checks_finite)
+    forward_step = make_forward_step(args)
     return units_of(args, unit_config(args, Unit()), partial(_build, args), forward_step, microbatch)
 
 

@@ -70,7 +70,7 @@ class Trainer:
         self._data = data
         self._forward_backward = partial(
             session.forward_backward,
-            forward_step_func=make_forward_step(args, checks_finite=args.checks_finite),
+            forward_step_func=make_forward_step(args),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,

@@ -1,12 +1,34 @@
-"""Refuses flags of a model that contradict each other, or that megatron-core refuses with a traceback."""
+"""Refuses flags of a model that contradict each other, or with which megatron-core cannot train."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import numpy as np
 
 from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.defaults import require_multiple, unfused_attention
+
+_OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv", "mhc")
+"""Modules that megatron-core recomputes only with Transformer Engine installed, even in local layers."""
+_FSDP = "--use-torch-fsdp2"
+_GATHERED = "R would use parameters that are not gathered: use --recompute-granularity selective"
+_NOT_WITH_FSDP = {
+    ("use_distributed_optimizer", None): "FSDP already shards the optimizer: leave it out",
+    ("fp16", None): "the shards would not share one loss scale: use --bf16",
+    ("num_experts", None): "experts are not sharded: use --use-distributed-optimizer",
+    ("mtp_num_layers", None): "layers of multi-token prediction use a weight twice: leave it out",
+    ("hierarchical_sgd", None): "each replica would hold only a shard of the model",
+    ("fp8_param_gather", None): "FSDP gathers parameters in the model's own precision: leave it out",
+    ("zero_bubble_post_validation", None): "a step cannot be undone in a shard: use --use-distributed-optimizer",
+    ("zero_bubble_recompute", None): _GATHERED,
+    ("transformer_impl", "transformer_engine"): "W would use freed weights: use --transformer-impl local",
+    ("zero_bubble_vocabulary_parallel", "on"): "the vocabulary would be cut twice: leave it out",
+    ("zero_bubble_vocabulary_parallel", "auto"): "the vocabulary would be cut twice: leave it out",
+    ("recompute_granularity", "full"): _GATHERED,
+}
+"""(flag, refused value) -> reason; None refuses every value."""
 
 
 def check_model(args: Arguments) -> None:
@@ -101,3 +123,45 @@ def check_experts(args: Arguments, has_cuda: bool) -> None:
             f"--moe-apply-probs-on-input needs --moe-router-topk 1, got {args.moe_router_topk}: each of several "
             "experts would need an input of its own"
         )
+
+
+def check_recomputation(args: Arguments, *, for_this_machine: bool) -> None:
+    """Refuse recomputation flags that contradict each other, and modules that megatron-core cannot recompute.
+
+    Args:
+        for_this_machine: whether the job runs with the packages of this machine.
+
+    Raises:
+        ValueError: a flag is refused; the message names the first such flag.
+    """
+    if args.recompute_activations and args.recompute_granularity != "selective":
+        raise ValueError(
+            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given"
+        )
+    modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
+    # The recomputed MLP also returns its bias, which autograd then treats as a result of the MLP, in an endless graph.
+    if "mlp" in modules and not args.disable_bias_linear:
+        raise ValueError("--recompute-modules mlp needs --disable-bias-linear: megatron-core hangs with biases")
+    if for_this_machine and find_spec("transformer_engine") is None:
+        for module in _OF_TRANSFORMER_ENGINE:
+            if module in modules:
+                raise ValueError(
+                    f"--recompute-modules {module} needs the package transformer_engine: leave {module} out, or use "
+                    "--recompute-granularity full"
+                )
+
+
+def check_fully_sharded(args: Arguments) -> None:
+    """Refuse flags that do not work with `--use-torch-fsdp2`.
+
+    Raises:
+        ValueError: a flag is refused; the message names the first such flag.
+    """
+    if not args.use_torch_fsdp2:
+        return
+    for (name, refused), reason in _NOT_WITH_FSDP.items():
+        value = getattr(args, name)
+        if value and refused in (None, value):
+            raise ValueError(f"{flags_text({name: value})} does not work with {_FSDP}: {reason}")
+    if not args.untie_embeddings_and_output_weights:
+        raise ValueError(f"{_FSDP} needs --untie-embeddings-and-output-weights: FSDP cannot share a weight")

@@ -11,15 +11,14 @@ import hashlib
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
-from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.files import reading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +32,8 @@ END_OF_DOCUMENT_TOKENS = (
     *("<eos>", "<EOD>", "<eod>", "[EOS]"),
 )
 """Candidates, in order, for the end-of-document token of a tokenizer whose configuration names no such token."""
+_ANY = (Exception,)
+"""Errors of the `tokenizers` library, which also raises bare exceptions."""
 
 
 class LocalTokenizer(MegatronTokenizerBase):
@@ -172,7 +173,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or its folder"
         )
     given = Path(tokenizer_model)
-    with _reading(f"--tokenizer-model {tokenizer_model}"):
+    with reading(f"--tokenizer-model {tokenizer_model}", _ANY):
         file = given / "tokenizer.json" if given.is_dir() else given
         is_file = file.is_file()
     if not is_file:
@@ -181,7 +182,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
     # Imported here, because a run with NullTokenizer does not need the package.
     from tokenizers import Tokenizer
 
-    with _reading(f"--tokenizer-model {file}: not a readable tokenizer.json"):
+    with reading(f"--tokenizer-model {file}: not a readable tokenizer.json", _ANY):
         tokenizer = Tokenizer.from_file(str(file))
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     configured = _configured_eos(file.parent) if given.is_dir() else None
@@ -198,7 +199,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 def _configured_eos(folder: Path) -> str | None:
     """Return the text of `eos_token` in the folder's tokenizer_config.json; None without the file or the entry."""
     file = folder / "tokenizer_config.json"
-    with _reading(f"--tokenizer-model {file}: not a readable JSON object"):
+    with reading(f"--tokenizer-model {file}: not a readable JSON object", _ANY):
         if not file.is_file():
             return None
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
@@ -212,13 +213,13 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
     if not vocab_file or not merge_file:
         raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-        with _reading(f"{flag} {file}"):
+        with reading(f"{flag} {file}", _ANY):
             is_file = Path(file).is_file()
         if not is_file:
             raise ValueError(f"{flag} {file}: no such file")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    with _reading(f"--vocab-file {vocab_file} --merge-file {merge_file}"):
+    with reading(f"--vocab-file {vocab_file} --merge-file {merge_file}", _ANY):
         tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -226,12 +227,3 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
     if eod not in tokenizer.get_vocab():
         raise ValueError(f"--vocab-file {vocab_file}: the vocabulary does not hold {eod}")
     return HuggingFaceTokenizer(tokenizer, eod, vocab_file)
-
-
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Turn any error in the `with` block, even a bare `Exception`, into a `ValueError` that begins with `what`."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what}: {one_line(error) or type(error).__name__}") from error

@@ -75,8 +75,8 @@ FAULTS = (
     Fault(
         name="chunks-added-beside-a-layout",
         file="launcher/command_line.py",
-        old="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS, *PATTERNS))):",
-        new="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS[:2], *PATTERNS))):",
+        old="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNK_SOURCES, *PATTERNS))):",
+        new="    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNK_SOURCES[:2], *PATTERNS))):",
         effect=(
             "A script with its own --pipeline-model-parallel-layout and a schedule of several chunks gets a "
             "second flag for the chunks, which Megatron-LM refuses."

@@ -25,11 +25,12 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
         iterations: number of iterations that the benchmark measures in each training.
     """
     best = max(results, key=lambda result: result.ratio)
-    others = [result for result in results if result is not best]
+    others = sorted((result for result in results if result is not best), key=lambda result: -result.ratio)
+    intervals = [bootstrap_interval(best.ratios_to(other)) for other in others]
     baseline, rounds = results[0], len(best.rounds)
     flags = " ".join(best.contestant.words)
     how = f" ({flags})" if flags and flags != best.contestant.name else ""
-    speed = f"{best.contestant.name}{how}: {_times_as_fast(best, others)}"
+    speed = f"{best.contestant.name}{how}: {_times_as_fast(best, others, intervals)}"
     kind = "fullest GPU" if best.is_device_memory else "largest process, its libraries included,"
     than = "" if best is baseline else f", {baseline.contestant.name}'s {baseline.peak_bytes / _MIB:.0f}"
     memory = f"Its {kind} takes {best.peak_bytes / _MIB:.0f} MiB{than}."
@@ -39,7 +40,7 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
             f"{_plural(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
             f"{FEWEST_ITERATIONS} give an interval.\nThe fastest schedule was {speed}.\n{memory}"
         )
-    close = [other for other in others if not _is_faster(best, other)]
+    close = [other for other, ends in zip(others, intervals, strict=True) if ends is None or ends[0] <= 1]
     names = " and ".join(other.contestant.name for other in close)
     if baseline in close:
         lines = [f"No schedule is faster than {baseline.contestant.name} beyond doubt. The fastest was {speed}."]
@@ -54,18 +55,12 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
-    """Return text with the speedup of `best` over each result in `others`, ordered from the fastest to the slowest."""
+def _times_as_fast(
+    best: TrainResult, others: Sequence[TrainResult], intervals: Sequence[tuple[float, float] | None]
+) -> str:
+    """Return text with the speedup of `best` over each result in `others`, and with its 95% confidence interval."""
     parts = []
-    for other in sorted(others, key=lambda result: -result.ratio):
-        ratios = best.ratios_to(other)
-        interval = bootstrap_interval(ratios)
+    for other, interval in zip(others, intervals, strict=True):
         bounds = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-        parts.append(f"{median(ratios):.2f}{bounds} times as fast as {other.contestant.name}")
+        parts.append(f"{median(best.ratios_to(other)):.2f}{bounds} times as fast as {other.contestant.name}")
     return ", ".join(parts) or "nothing else ran"
-
-
-def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Return whether the 95% confidence interval of the speedup of `best` over `other` lies entirely above 1."""
-    interval = bootstrap_interval(best.ratios_to(other))
-    return interval is not None and interval[0] > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -17,18 +16,17 @@ from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
 from megatron.zero_bubble.session.aliases import AliasFlags
 from megatron.zero_bubble.session.flag_parser import flag
-from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, flag_name
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.layers import layers_of_layout
 
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
 TRAINER = ("-m", "megatron.zero_bubble.trainer")
 """Command-line words with which torchrun starts the installed pretrain_gpt.py."""
 ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
-CHUNKS_OR_GROUPS = (
-    "--num-virtual-stages-per-pipeline-rank",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--microbatch-group-size-per-virtual-pipeline-stage",
-)
+GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
+CHUNKS_OR_GROUPS = (*map(flag_name, CHUNK_FLAGS), GROUP_SIZE)
 LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 _ENDS_AND_MEMORY = ("--exit-interval", "--log-memory-interval")
@@ -62,21 +60,15 @@ def names_in(words: Sequence[str]) -> set[str]:
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
-def values_apart(words: Sequence[str]) -> list[str]:
-    """Return the command line `words` with two words in place of each word such as `--name=value`."""
-    return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-
-
 def value_of(name: str, words: Sequence[str]) -> str | None:
     """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
-    return next((after for before, after in reversed([*pairwise(values_apart(words))]) if before == name), None)
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    return next((after for before, after in reversed([*pairwise(apart)]) if before == name), None)
 
 
-def stages_in(words: Sequence[str]) -> int:
-    """Return the number of pipeline stages in the layout or the layer pattern of a command line; 1 without them."""
-    parts = re.findall(r"(\([^)]*\)|.)(?:\*(\d+))?", value_of(LAYOUT, words) or "")
-    of_layout = 1 + sum(part.count("|") * int(times or 1) for part, times in parts)
-    return max(of_layout, 1 + (value_of(PATTERN, words) or "").count("|"))
+def _num_stages(name: str, value: str, num_ranks: int) -> int:
+    """Return the number of pipeline stages in `value`, the layout or the layer pattern that the flag `name` gives."""
+    return len(layers_of_layout(value, num_ranks) if name == LAYOUT else HybridPattern.parse(value).stages)
 
 
 def _quoted_words(text: str) -> list[str]:
@@ -190,7 +182,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                 raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, {reason}")
         for name in (LAYOUT, PATTERN):
             value = value_of(name, self.training_flags)
-            if value is not None and stages_in([name, value]) > self.pipeline_size:
+            if value is not None and _num_stages(name, value, self.pipeline_size) > self.pipeline_size:
                 raise ValueError(
                     f"argument {name}: {value} is not allowed after --, because 1F1B has one stage a rank: give it to "
                     f"a schedule, as in --schedule 'zb-v {name} ...'"

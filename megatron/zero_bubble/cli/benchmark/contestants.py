@@ -7,17 +7,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags, names_in, value_of
+from megatron.zero_bubble.cli.benchmark.arguments import (
+    DEFAULT_SCHEDULES,
+    GROUP_SIZE,
+    PROG,
+    BenchmarkFlags,
+    names_in,
+    value_of,
+)
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
 from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.session.flags import CHUNK_FLAGS, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
 """Value of --schedule for a training with --zero-bubble alone, which chooses its layout at start-up."""
-CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
+CHUNKS_FLAG = flag_name(CHUNK_FLAGS[0])
 
 
 @dataclass(frozen=True)
@@ -134,4 +142,4 @@ def _chunks_in(words: Sequence[str]) -> int | None:
 def group_size_flags(flags: BenchmarkFlags) -> tuple[str, ...]:
     if flags.microbatch_group_size is None:
         return ()
-    return ("--microbatch-group-size-per-virtual-pipeline-stage", str(flags.microbatch_group_size))
+    return (GROUP_SIZE, str(flags.microbatch_group_size))

@@ -12,28 +12,33 @@ from megatron.zero_bubble.cli.benchmark.arguments import (
     PATTERN,
     PROG,
     BenchmarkFlags,
+    names_in,
     parted,
-    stages_in,
     value_of,
-    values_apart,
 )
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, group_size_flags, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
 from megatron.zero_bubble.launcher.command_line import ONLY_WITH_SCHEDULE
 from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.session.environment import check_sizes
 from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
 """Numbers of chunks per rank with which megatron-core's interleaved schedule runs, besides the user's own number."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
-    *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
-    *("--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project", "--profile", "--log-memory-interval"),
+    *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
+    *("--save-params-interval", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project"),
+    *("--profile", "--log-memory-interval", "--log-numerics", "--zero-bubble-timeline", "--zero-bubble-timeline-iters"),
+    *("--zero-bubble-profile-output", "--zero-bubble-unit-costs-output"),
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _NEED_SCHEDULE = tuple(map(flag_name, ONLY_WITH_SCHEDULE))
 """Flags that a script of Megatron-LM accepts only with a zero-bubble schedule."""
+_NAME_A_SCHEDULE = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"}
 _CPU = "--zero-bubble-cpu"
 
 
@@ -54,13 +59,13 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
         ValueError: the training would refuse its flags, the training has one pipeline rank, or the script is not a
             file.
     """
-    script, given = split_script(flags.training_flags)
-    words = values_apart(given)
+    script, words = split_script(flags.training_flags)
     args: Arguments | ScriptArguments
     if script is not None:
         args = _script_training(words, flags, num_devices)
     else:
-        args = parse_arguments([*words, *([] if "--lr" in words else ["--lr", "0"])], PROG)
+        args = parse_arguments([*words, *([] if "--lr" in names_in(words) else ["--lr", "0"])], PROG)
+    check_sizes(args)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
         raise ValueError(
@@ -70,12 +75,12 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     num_iterations = flags.warmup + flags.iterations
     is_too_short = args.train_iters is not None and args.train_iters < num_iterations
     shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *["--train-iters"] * is_too_short))
-    chunks = _own_chunks(args, words)
+    chunks = _own_chunks(args)
     shared, chunk_words = parted(shared, (*CHUNKS_OR_GROUPS, *[LAYOUT] * (chunks > 1)))
     shared, for_all = parted(shared, (_CPU,))
     shared, ours = parted(shared, (*ALIASES, *(_NEED_SCHEDULE if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
-    added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
+    added = ["--log-throughput"] if script is not None and "--log-throughput" not in names_in(shared) else []
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,
@@ -95,28 +100,25 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
         raise ValueError(
             "argument --losses: not allowed with a script after --, whose initial weights depend on the layout"
         )
-    if not num_devices and flags.launch is None and _CPU not in words:
+    if not num_devices and flags.launch is None and _CPU not in names_in(words):
         raise ValueError(f"argument {_CPU}: required after --, because torch finds no CUDA device on this machine")
     return read_script_arguments(words)
 
 
-def _own_chunks(args: Arguments | ScriptArguments, words: Sequence[str]) -> int:
+def _own_chunks(args: Arguments | ScriptArguments) -> int:
     """Return the number of model chunks per rank that the flags of a training ask for.
 
     Raises:
-        ValueError: the layer pattern of a hybrid model has several stages per rank.
+        ValueError: the layer pattern of a hybrid model has several stages per rank, or the flags contradict each other.
     """
-    size, pattern = args.pipeline_model_parallel_size, value_of(PATTERN, words)
-    if pattern is not None and stages_in([PATTERN, pattern]) > size:
+    flags = JobFlags.of(args)
+    pattern = flags.pattern
+    if pattern is not None and len(pattern.stages) > flags.pipeline_model_parallel_size:
         raise ValueError(
             f"argument {PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
         )
-    if LAYOUT in words:
-        return stages_in(words) // size
-    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    stage_size = size * (args.num_layers_per_virtual_pipeline_stage or 0)
-    own = ((args.num_layers or 0) + ends) // stage_size if stage_size > 0 else args.num_virtual_stages_per_pipeline_rank
-    return max(1, own or 1)
+    num_layers = args.num_layers or len("" if pattern is None else pattern.symbols)
+    return chunks_of_flags(replace(flags, num_layers=num_layers)) or 1
 
 
 def _contestants(
@@ -129,8 +131,8 @@ def _contestants(
         chunk_words: the training's flags for several model chunks per rank.
         chunks: the number of model chunks per rank that `chunk_words` ask for.
     """
-    named = {"--zero-bubble", "--enable-zero-bubble", "--zero-bubble-schedule", "--zero-bubble-v-schedule"} & {*ours}
-    words = tuple(ours) if named else ("--zero-bubble", *ours)
+    asks_for_schedule = not _NAME_A_SCHEDULE.isdisjoint(names_in(ours))
+    words = tuple(ours) if asks_for_schedule else ("--zero-bubble", *ours)
     layout = value_of(LAYOUT, chunk_words)
     entry = ENTRIES.get(value_of("--zero-bubble-schedule", ours) or "")
     # Otherwise, the training chooses the number of chunks, or the schedule has a fixed number.

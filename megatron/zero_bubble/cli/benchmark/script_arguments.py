@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
+from megatron.zero_bubble.cli.benchmark.arguments import names_in
 from megatron.zero_bubble.launcher.command_line import (
+    ShapeFlags,
     check_script_arguments,
     complete_script_arguments,
     parse_command_line,
 )
 from megatron.zero_bubble.session.flag_parser import flag, take_flags
-from megatron.zero_bubble.session.flags import ParallelFlags
 
 _REFUSED = {
     "--yaml-cfg": "Megatron-LM then ignores all other flags, including the benchmark's flags",
@@ -24,18 +25,16 @@ _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
-class _ScriptSizes:
-    """Sizes of a script's model, batches and sequences, and the number of its iterations."""
+class _ScriptSizes(ShapeFlags):
+    """The numbers of ranks, stages, layers, microbatches, tokens and iterations of a script."""
 
-    num_layers: int | None = flag("number of transformer layers")
     micro_batch_size: int = flag("sequences in a microbatch", MISSING)
-    global_batch_size: int | None = flag("sequences in an iteration")
     seq_length: int | None = flag("tokens in a sequence")
     train_iters: int | None = flag("number of iterations")
 
 
 @dataclass(frozen=True)
-class ScriptArguments(ParallelFlags, _ScriptSizes):
+class ScriptArguments(_ScriptSizes):
     """The script arguments that determine the number of ranks, and the microbatches and tokens in an iteration."""
 
     world_size: int = 1
@@ -67,9 +66,9 @@ def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
         ValueError: a flag makes a comparison of schedules impossible, or the value of a flag has the wrong type.
     """
     for name, reason in _REFUSED.items():
-        if name in words:
+        if name in names_in(words):
             raise ValueError(f"argument {name}: not allowed after --: {reason}")
-    return take_flags(ScriptArguments, (ParallelFlags, _ScriptSizes), words)[0]
+    return take_flags(ScriptArguments, (_ScriptSizes,), words)[0]
 
 
 def checked_script_arguments(script: Path, words: Sequence[str], world_size: int) -> ScriptArguments:

@@ -57,6 +57,14 @@ class CheckFlags(CommandFlags):
             raise ValueError(f"argument --cell: {missing[0]} needs --transformer-impl local")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
+        if self.transformer_impl == "transformer_engine":
+            # Imported here, because megatron-core may be imported without CUDA only after `substitute_cuda`.
+            from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+
+            try:
+                check_transformer_engine()
+            except ValueError as error:
+                raise ValueError(f"argument --transformer-impl: {error}: use local") from error
         if self.device == "cpu" and torch.cuda.is_available():
             raise ValueError(
                 "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="

@@ -40,8 +40,9 @@ class StageCheck:
     def passed(self) -> bool:
         return self.profile.price <= PRICE_LIMIT and all(check.passed for check in self.memory)
 
+    @cached_property
     def bubble_rates(self) -> dict[str, float]:
-        """Predict every schedule's bubble rate at the model's pipeline size and number of microbatches."""
+        """Every schedule's predicted bubble rate at the model's pipeline size and number of microbatches."""
         rates = {}
         p = self.model.pipeline_size
         for name in SCHEDULES:
@@ -77,7 +78,7 @@ class StageCheck:
             "memory_bytes": {str(kind): value for kind, value in self.profile.memory.items()},
             "expected_memory_bytes": list(self.expected_memory),
             "temporary_memory_bytes": self.profile.temporary,
-            "predicted_bubble_rates": self.bubble_rates(),
+            "predicted_bubble_rates": self.bubble_rates,
             "peak_memory": [asdict(check) for check in self.memory],
         }
 
@@ -128,7 +129,7 @@ class Findings:
     def _bubbles(self, *, markdown: bool) -> str:
         heads = ("predicted bubble rate", "ranks", "microbatches", *SCHEDULES)
         sizes = [(stage.model.name, stage.model.pipeline_size, stage.model.num_microbatches) for stage in self.stages]
-        rates = [map(percent, stage.bubble_rates().values()) for stage in self.stages]
+        rates = [map(percent, stage.bubble_rates.values()) for stage in self.stages]
         rows = [(*map(str, size), *each) for size, each in zip(sizes, rates, strict=True)]
         return table(heads, rows, markdown=markdown)
 

@@ -11,13 +11,11 @@ from typing import Any
 
 from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, one_number, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags, host_bandwidth_flag
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.session.flag_parser import flag
 
 
 def _bytes(text: str) -> float:
-    # This import loads torch, which --help does not need.
-    from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-
     limit = None
     with contextlib.suppress(ValueError):
         limit = MemoryLimit.parse(text).num_bytes

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import ClusterFlags, EstimateFlags
-from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
@@ -19,7 +18,7 @@ from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import check_shards, plans_offload
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
@@ -58,7 +57,7 @@ class EstimatedJob:
         """
         profile = None
         if flags.profile is not None:
-            with reading("--profile", flags.profile):
+            with reading(f"argument --profile {flags.profile}"):
                 profile = profile_from_json(read_file(flags.profile))
         given = _completed(flags.training_flags, profile)
         with ExitStack() as stack:
@@ -79,7 +78,7 @@ class EstimatedJob:
         if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
             raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
         if flags.profile is not None and profile is not None:
-            with reading("--profile", flags.profile):
+            with reading(f"argument --profile {flags.profile}"):
                 profile.check_fits(profile.placement, training.model, training.recompute)
         return cls(args, training, flags, States.of(args, flags.zero_stage), count, of_sequence, profile)
 
@@ -261,7 +260,8 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
     engine = "transformer_engine" if profile is None else str(profile.model.get("transformer_impl", "local"))
-    is_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"} or {"--attention-backend", "local"} <= {*flags}
+    has_local_attention = {"--attention-backend", "local"} <= {*flags} or "--attention-backend=local" in flags
+    is_local = has_local_attention or given & {"--reset-attention-mask", "--use-torch-fsdp2"}
     if "--transformer-impl" not in given and not is_local:
         missing += ["--transformer-impl", engine]
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]

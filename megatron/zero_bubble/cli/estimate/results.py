@@ -21,7 +21,7 @@ from megatron.zero_bubble.cli.estimate.schedule_estimate import (
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flags import flags_text
-from megatron.zero_bubble.session.job_flags import RECOMPUTATION
+from megatron.zero_bubble.session.job_flags import FULL_RECOMPUTATION, RECOMPUTATION
 from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons_layout_flags
 
 SMALL_JOB = 1000
@@ -31,8 +31,8 @@ LARGE_JOB = 2000
 unless --schedule names the schedules."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Keys of the two layout searches in dictionaries whose other keys are names of schedules."""
-_FLAGS_OF: dict[Recompute, dict[str, Any]] = {
-    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+_FLAGS_OF: dict[Recompute, Mapping[str, Any]] = {
+    Recompute.FULL: FULL_RECOMPUTATION,
     Recompute.PLANNED: {
         "zero_bubble": True,
         "zero_bubble_memory_limit": "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +147,13 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
 class DrawFlags(SimulationFlags):
     """the picture"""
 
-    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required")
+    output: Path = flag("file to write: .svg, .html, or .json for Perfetto", MISSING)
     width: int | None = flag(
         "width of an SVG or HTML page (default: by its contents)", parse=at_least(200, MAX_WIDTH), metavar="PIXELS"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output is None:
-            raise ValueError("argument --output is required: a file .svg, .html, or .json for Perfetto")
         check_output(self.output)
 
 
@@ -185,7 +183,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     )
     output: Path | None = flag("write to FILE instead of printing; with suffix .svg: plot there and print")
 
-    draws = True
+    draws = (".svg",)
 
     @property
     def first(self) -> float:

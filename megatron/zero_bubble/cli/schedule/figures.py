@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.planner.prediction import recomputed_in_backward
 from megatron.zero_bubble.schedule import (
@@ -35,7 +35,7 @@ from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
 from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.timeline_files import in_memory_unit
 
@@ -251,15 +251,22 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
     """Return M_B in bytes if --costs is a profile, which has memory in bytes; otherwise None."""
-    if flags.costs is None or not is_profile(read_file(flags.costs)):
+    if flags.costs is None or not is_profile(_text_of(flags.costs)):
         return None
     costs = read_costs(flags.costs)
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
 
 
+@cache
 def read_costs(path: Path) -> StageCosts:
-    with reading("--costs", path):
-        return costs_from_text(read_file(path))
+    with reading(f"argument --costs {path}"):
+        return costs_from_text(_text_of(path))
+
+
+@cache
+def _text_of(path: Path) -> str:
+    """Return the text of a file, which is read only once, because a pipe cannot be read twice."""
+    return read_file(path)
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures, stage_costs
-from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags
+from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags, limit_of_ranks
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.files import read_file
+from megatron.zero_bubble.session.files import read_file, reading
 from megatron.zero_bubble.session.flags import flag_name
 
 
@@ -42,7 +41,7 @@ def make_schedule(
         flags.num_microbatches,
         (placement,),
         costs,
-        memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
+        memory_limit=limit_of_ranks(limit),
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
         recomputes=(flags.recomputation,),
@@ -99,7 +98,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
         ScheduleError: there is no such schedule, or the costs do not fit it, even if the command needs no costs.
     """
     if flags.input is not None:
-        with reading("--input", flags.input):
+        with reading(f"argument --input {flags.input}"):
             schedule = schedule_from_text(read_file(flags.input), name=flags.input.stem)
         if stage_costs(flags, schedule.placement).has_vocabulary and schedule.kinds.isdisjoint(VOCABULARY):
             given = "--vocabulary-parallel" if flags.costs is None else f"--costs {flags.costs}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.trainer import recomputation_checks
+from megatron.zero_bubble.trainer import model_checks
 from tests.checked_flags import checked
 
 SELECTIVE = {"--recompute-granularity": "selective"}
@@ -29,7 +29,7 @@ SELECTIVE = {"--recompute-granularity": "selective"}
     ],
 )
 def test_what_megatron_core_cannot_recompute(changes, message, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recomputation_checks, "find_spec", lambda package: None)
+    monkeypatch.setattr(model_checks, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         checked(changes)
     assert str(error.value) == message
@@ -38,5 +38,5 @@ def test_what_megatron_core_cannot_recompute(changes, message, monkeypatch: pyte
 def test_modules_that_are_recomputed(monkeypatch: pytest.MonkeyPatch):
     checked({"--recompute-modules": "mlp layernorm"})  # without selective recomputation they have no effect
     checked(SELECTIVE | {"--recompute-modules": "mlp moe shared_experts core_attn", "--disable-bias-linear": None})
-    monkeypatch.setattr(recomputation_checks, "find_spec", lambda package: object())
+    monkeypatch.setattr(model_checks, "find_spec", lambda package: object())
     checked(SELECTIVE | {"--recompute-modules": "layernorm"})

@@ -9,8 +9,6 @@ import pytest
 from benchmarks.emulation.emulated_results import Result
 from benchmarks.emulation.worker import StepRecord
 from benchmarks.layout_gains import LayoutFlags, layouts_table, plans_of
-from benchmarks.vocabulary_sizes import SizesFlags, sizes_table
-from benchmarks.vocabulary_sizes import plans_of as plans_of_sizes
 from megatron.zero_bubble.planner import Plan
 from tests.launch import TINY_GPT, run
 
@@ -24,26 +22,29 @@ def measured(name: str, plan: Plan, slowdown: float) -> Result:
 
 
 def test_layouts_of_one_placement_are_compared_with_the_best_linear_split() -> None:
-    plans = list(plans_of(LayoutFlags(**SIZE, placement="v", output_layers=2)))
+    plans = list(plans_of(LayoutFlags(**SIZE, placement="v", output_layers=[2.0]), 2.0))
     kinds = [plan.layout.placement.kind for _, plan in plans]
     assert kinds[:3] == ["linear"] * 3
     assert set(kinds[3:]) == {"v"}
     assert [plan.layout.vocabulary_parallel for _, plan in plans] == [False] * (len(plans) - 1) + [True]
-    table = layouts_table([measured(name, plan, 1.0) for name, plan in plans])
-    *_, to_linear, _, _ = table.splitlines()[-1].split()
+    table = layouts_table([[measured(f"2: {name}", plan, 1.0) for name, plan in plans]])
+    *_, to_linear, _, _, _ = table.splitlines()[-1].split()
     assert float(to_linear) == pytest.approx(plans[2][1].time / plans[-1][1].time, abs=1e-3)
 
 
 def test_efficiency_is_the_ideal_time_over_the_measured_one() -> None:
-    flags = SizesFlags(**SIZE, placement="linear", output_layers=[1.0, 4.0])
-    plans = list(plans_of_sizes(flags))
-    assert [plan.layout.vocabulary_parallel for _, plan in plans] == [True, True]
-    slow, slower = (sum(plan.timeline.work) / 2 / plan.time for _, plan in plans)
-    table = sizes_table([measured(*plans[0], 1.25), measured(*plans[1], 2.0)])
-    efficiencies = [float(line.split()[-1]) for line in table.splitlines()[1:3]]
-    assert efficiencies == pytest.approx([slow / 1.25, slower / 2.0], abs=1e-3)
-    ratio = max(slow / 1.25, slower / 2.0) / min(slow / 1.25, slower / 2.0)
-    assert float(table.splitlines()[-1].split()[-1]) == pytest.approx(ratio, abs=1e-3)
+    flags = LayoutFlags(**SIZE, placement="linear", output_layers=[1.0, 4.0])
+    results = [
+        [measured(f"{size:g}: {name}", plan, slowdown) for name, plan in plans_of(flags, size)]
+        for size, slowdown in zip(flags.output_layers, (1.25, 2.0), strict=True)
+    ]
+    lines = [line.split() for line in layouts_table(results).splitlines()]
+    for own, slowdown, size in zip(results, (1.25, 2.0), "14", strict=True):
+        efficiencies = [float(line[-1]) for line in lines if line and line[0] == size]
+        expected = [sum(result.timeline.work) / 2 / result.timeline.makespan / slowdown for result in own]
+        assert efficiencies == pytest.approx(expected, abs=1e-3)
+    spread = [float(line[-1]) for line in lines if "vocabulary" in line]
+    assert float(lines[-1][-1]) == pytest.approx(max(spread) / min(spread), abs=2e-3)
 
 
 @pytest.mark.exhaustive  # it starts trainings; test_forward_backward_memory.py counts what stages keep
