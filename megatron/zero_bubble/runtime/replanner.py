@@ -121,6 +121,8 @@ class Replanner:
             self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
+        if self._profile is None:
+            return None
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
             return None  # a forward and a backward that run as a pair are not measured separately
         if self._is_checked(step):
@@ -131,7 +133,7 @@ class Replanner:
             if self._checked_numbers == {num_microbatches}:
                 new, span = self._corrected(self._measured.add_checked(self._checked), num_microbatches)
                 return self._begin_trial(span, num_microbatches) or new
-        if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
+        if self._trial is None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 

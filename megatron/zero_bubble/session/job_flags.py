@@ -93,6 +93,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     fp4: str | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    moe_input_jitter_eps: float | None = None
     untie_embeddings_and_output_weights: bool = False
     make_vocab_size_divisible_by: int = 128
     calculate_per_token_loss: bool = False

@@ -117,7 +117,9 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
         plan = plan.requesting(**known)
     chooses_layout = settings.is_layout_open or choice is not None
-    planning = planning_options(flags, settings.placement, chooses_layout=chooses_layout, profile=profile)
+    planning = planning_options(
+        flags, settings.placement, settings.partition, chooses_layout=chooses_layout, profile=profile
+    )
     if planning is not None:
         if choice is not None:
             planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
