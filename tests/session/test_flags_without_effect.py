@@ -92,7 +92,7 @@ def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path)
 def test_a_script_that_counts_samples_is_not_said_to_be_too_short():
     flags = replace(checked_job(PLANNED).flags, train_iters=None)
     assert too_short_to_profile(flags, 0) is None
-    assert planning_options(flags, Placement("linear", 4), (2, 2, 2, 2)) is not None
+    assert planning_options(flags, Placement("linear", 4), (2, 2, 2, 2)).has_costs
 
 
 def test_iterations_that_a_given_profile_leaves_unmeasured_are_told(tmp_path: Path):

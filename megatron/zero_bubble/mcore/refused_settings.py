@@ -276,7 +276,12 @@ WITH_FEATURES = (
             "only Transformer Engine's backward can recompute",
             "give --recompute-granularity, and leave out --zero-bubble-recompute",
         ),
-        Refusal("moe_router_load_balancing_type", "it averages over microbatches, whose order matters", when=_GLOBAL),
+        Refusal(
+            "moe_router_load_balancing_type",
+            "it averages over microbatches in their order, but a recomputation may follow a later forward",
+            "give --recompute-granularity full, or aux_loss",
+            when=_GLOBAL,
+        ),
     ),
     *_with(
         [Feature.OFFLOAD],
@@ -288,6 +293,12 @@ WITH_FEATURES = (
             when=_one_of("transformer_engine"),
         ),
         Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out"),
+        Refusal(
+            "recompute_granularity",
+            "nothing that is recomputed is copied",
+            "--zero-bubble-recompute planned drops some activations and copies others",
+            when=_one_of("full"),
+        ),
         Refusal(
             "overlap_moe_expert_parallel_comm",
             "a forward that runs in a pair is not copied to the host",

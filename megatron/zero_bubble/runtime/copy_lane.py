@@ -51,18 +51,19 @@ class ThreadLink:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-link")
 
     def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
-        return _ThreadCopy(self._thread.submit(self._copy, tuple(pairs)))
+        return _ThreadCopy(self._thread.submit(self._copy, list(pairs)))
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def _copy(self, pairs: Sequence[CopyPair]) -> float:
+    def _copy(self, pairs: list[CopyPair]) -> float:
         begin = time.perf_counter()
         for source, target in pairs:
             target.copy_(source)
         if self._bytes_per_second is not None:
             least = sum(source.nbytes for source, _ in pairs) / self._bytes_per_second
             time.sleep(max(0.0, begin + least - time.perf_counter()))
+        pairs.clear()  # the thread must hold no tensor once `wait` has returned, because D frees the source
         return time.perf_counter() - begin
 
 

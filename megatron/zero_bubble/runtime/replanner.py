@@ -96,9 +96,10 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return a variant of `schedule` for measuring all costs, or `schedule` itself if the costs are known."""
+        """Return a variant of `schedule` for measuring all costs, or `schedule` itself if nothing is to be measured."""
         self._groups[schedule.num_microbatches] = schedule.groups
-        return schedule if self._profile is not None else measured_variant(schedule, self._plan)
+        is_measured = self._profile is None and self._options.has_costs
+        return measured_variant(schedule, self._plan) if is_measured else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a plan from a profile that was not used for `num_microbatches` yet, or None if the run keeps its plan.

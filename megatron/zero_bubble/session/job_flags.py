@@ -166,9 +166,9 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
-    def averages_experts_over_microbatches(self) -> bool:
-        """Whether the experts' auxiliary loss averages over microbatches, and so depends on the microbatch order."""
-        return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
+    def moe_router_load_balancing_type(self) -> Setting:
+        """The kind or kinds of the experts' auxiliary loss; None without experts."""
+        return self.given_model.get("moe_router_load_balancing_type")
 
     @property
     def pairs(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from megatron.zero_bubble.mcore.refusals import refuse_with_features
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, in_peaks
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
@@ -134,13 +136,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
         value = getattr(flags, field)
         if value is not None:
             raise ValueError(f"{given} lets the schedule choose recomputation: leave out {flag_name(field)} {value}")
-    if flags.fp8 or flags.fp4:
-        raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
-    if flags.averages_experts_over_microbatches:
-        raise ValueError(
-            f"{given}: --moe-router-load-balancing-type global_aux_loss averages over microbatches in their order, but "
-            "a recomputation may follow a later forward: give --recompute-granularity full, or aux_loss"
-        )
+    refuse_with_features(flags, [Feature.PLANNED_RECOMPUTATION])
     if name.startswith(SCHEDULE_FILE):
         raise ValueError(
             f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"

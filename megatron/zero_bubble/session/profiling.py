@@ -42,8 +42,8 @@ def planning_options(
     *,
     chooses_layout: bool = False,
     profile: Profile | None = None,
-) -> PlanningOptions | None:
-    """The `PlanningOptions` of the job; None if the job neither measures costs nor plans from a profile.
+) -> PlanningOptions:
+    """The `PlanningOptions` of the job; the defaults if the job neither measures costs nor plans from a profile.
 
     Args:
         partition: the number of layers of every stage of the job. The flags cannot give the partition: they may contain
@@ -66,7 +66,7 @@ def planning_options(
     if profile is None:
         _check_measured(flags, window, None if chooses_layout else limit)
         if window is None:
-            return None
+            return PlanningOptions()
     first, last = window or (0, 0)
     return PlanningOptions(
         first_step=first,
@@ -106,7 +106,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
             )
 
 
-def restored_text(flags: JobFlags, planning: PlanningOptions | None, folder: str) -> str:
+def restored_text(flags: JobFlags, planning: PlanningOptions, folder: str) -> str:
     """Log lines of a job that restores its layout from `folder`: the layout's origin, and flags without effect."""
     lines = [f" > layout: that of the checkpoint in --load {folder}"]
     profile, unit_costs, limit = (
@@ -114,9 +114,9 @@ def restored_text(flags: JobFlags, planning: PlanningOptions | None, folder: str
         flags.zero_bubble_unit_costs_output,
         flags.memory_limit,
     )
-    if profile is not None and (planning is None or planning.profile is None):
+    if profile is not None and planning.profile is None:
         lines.append(f" > --zero-bubble-profile-input {profile} has no effect: it was measured with another layout")
-    if planning is None and limit is not None and limit.multiple is None:
+    if not planning.has_costs and limit is not None and limit.multiple is None:
         lines.append(
             f" > {limit_flag(flags)}: schedules keep to 1F1B's peak, because --zero-bubble-profile-iters 0 0 measures "
             "no costs"
@@ -142,10 +142,10 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     )
 
 
-def unused_window(flags: JobFlags, planning: PlanningOptions | None) -> str | None:
+def unused_window(flags: JobFlags, planning: PlanningOptions) -> str | None:
     """A log line if a given profile replaces the measurement that `--zero-bubble-profile-iters` asks for; else None."""
     window = flags.zero_bubble_profile_iters
-    if planning is None or planning.profile is None or window is None or profile_window(flags) is None:
+    if planning.profile is None or window is None or profile_window(flags) is None:
         return None
     return (
         f" > --zero-bubble-profile-iters {' '.join(map(str, window))}: no iteration is profiled, because "

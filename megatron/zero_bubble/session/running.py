@@ -272,10 +272,10 @@ class Replicas:
         """Average parameters if hierarchical SGD averages after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
         if self._averaging is not None:
-            if self._averaging.hierarchy.is_local(iteration):
-                size = self._averaging.hierarchy.group_size_after(iteration) or 1
             with self._waits.measured():
-                self._averaging.after_step(iteration)
+                averaged = self._averaging.after_step(iteration)
+            if self._averaging.hierarchy.is_local(iteration):
+                size = averaged
         if self._num_replicas > 1:
             self._waits.end_iteration(size)
 
