@@ -47,7 +47,7 @@ def test_planned_schedules_may_offload(name):
         ({"transformer_impl": "transformer_engine"}, "use local, or --zero-bubble-recompute planned"),
         (
             {"recompute_granularity": "full"},
-            "--recompute-granularity full: nothing that is recomputed is copied; --zero-bubble",
+            "--recompute-granularity full: nothing that is recomputed is copied; use --zero-bubble-recompute planned",
         ),
         ({"overlap_moe_expert_parallel_comm": True}, "a forward that runs in a pair is not copied"),
     ],

@@ -125,10 +125,7 @@ WITH_EVERY_SCHEDULE = (
         "W may need a tensor that was released after B",
         "recomputation saves memory too",
     ),
-    Refusal(
-        "moe_shared_expert_overlap",
-        "the shared expert's own stream may overwrite memory that W still reads",
-    ),
+    Refusal("moe_shared_expert_overlap", "the shared expert's own stream may overwrite memory that W still reads"),
     Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
     Refusal("inprocess_restart", "connections of the interrupted training would remain open"),
     Refusal(
@@ -294,9 +291,7 @@ WITH_FEATURES = (
         ),
         Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out"),
         Refusal(
-            "recompute_granularity",
-            "nothing that is recomputed is copied",
-            "--zero-bubble-recompute planned drops some activations and copies others",
+            *("recompute_granularity", "nothing that is recomputed is copied", "use --zero-bubble-recompute planned"),
             when=_one_of("full"),
         ),
         Refusal(
