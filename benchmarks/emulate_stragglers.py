@@ -34,7 +34,7 @@ from megatron.zero_bubble.cli.estimate.stragglers import ReplicasFlags, time_per
 from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
+from megatron.zero_bubble.runtime.group_averager import average, groups_of_replicas
 from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.emulate_stragglers"
@@ -70,24 +70,22 @@ class Replica:
         self._mean_gradient = (flags.num_replicas - 1) / 2
         replicas = range(flags.num_replicas)
         sizes = {level.group_size for levels in flags.methods.values() if levels for level in levels.levels}
-        groups = groups_of_replicas([replicas], sorted(sizes), _TIMEOUT)
-        self._averagers = {
-            name: None if levels is None else GroupAverager(levels, groups) for name, levels in flags.methods.items()
-        }
+        self._groups = groups_of_replicas([replicas], sorted(sizes), _TIMEOUT)
+        self._methods = flags.methods
 
     def run(self, method: str) -> float:
         """Run all steps; return the seconds from the common start to the end of this replica's last step."""
-        parameters, averager = torch.zeros_like(self._gradient), self._averagers[method]
+        parameters, hierarchy = torch.zeros_like(self._gradient), self._methods[method]
         start = start_together()
         for number, seconds in enumerate(self._times, 1):
             sleep_until(time.perf_counter() + seconds)
             gradient = self._gradient
-            if averager is None:
+            if hierarchy is None:
                 gradient = gradient / dist.get_world_size()
                 dist.all_reduce(gradient)
             parameters -= _LEARNING_RATE * gradient
-            if averager is not None:
-                averager.average([parameters], number)
+            if hierarchy is not None and (size := hierarchy.group_size_after(number)) is not None:
+                average([parameters], self._groups[size])
         ended = time.perf_counter() - start
         expected = torch.full_like(parameters, -_LEARNING_RATE * self._mean_gradient * len(self._times))
         torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-6)
@@ -115,7 +113,7 @@ def emulated(flags: StragglerEmulationFlags) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         # The server imports torch once and forks every replica.
-        multiprocessing.set_forkserver_preload(["benchmarks.emulation.sleeping", GroupAverager.__module__])
+        multiprocessing.set_forkserver_preload(["benchmarks.emulation.sleeping", average.__module__])
         torch.multiprocessing.start_processes(
             run_replica, args=(flags, directory), nprocs=flags.num_replicas, start_method="forkserver", daemon=True
         )

@@ -78,7 +78,7 @@ def _measure(argv: list[str]) -> None:
         order = [(step + place) % len(contestants) for place in range(len(contestants))]
         seconds = {number: _seconds(contestants[number], model, batch) for number in order}
         optimizer.step()
-        times = contestants[-1].take_order_times()
+        times = contestants[-1].step_plans.take_times()
         if step >= _NOT_COUNTED:
             rows.append([1000.0 * seconds[number] for number in range(len(contestants))])
             predicted.append(times.predicted if times is not None and times.num_steps else None)

@@ -29,7 +29,7 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     placement = _placement(name, args, job.placement.num_chunks)
-    job = replace(job, plan=None, placement=placement, planning=None, is_layout_open=False)
+    job = replace(job, plan=None, placement=placement, is_layout_open=False)
     pretrain(replace(args, eval_iters=0), TorchSession(name, args, job, prog))
 
 

@@ -74,13 +74,14 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
     def _keep_activations(self, microbatch: int, chunk: int) -> None:
         """Allocate the memory of the activations that a forward keeps."""
         times = self._times[chunk][microbatch]
-        drops = self._recomputation.mode is ForwardMode.DROP
+        blocks = self._recomputation.current
+        drops = blocks is not None and blocks.mode is ForwardMode.DROP
         held = self._emulation.memory.hold(times.kept - times.restored if drops else times.kept)
         self._activations[chunk, microbatch] = [held]
         if self._offloads:
             self._saved[chunk, microbatch] = SavedActivation(times.offloaded, float(microbatch))
-        if drops:
-            self._recomputation.put(partial(self._recompute, chunk, microbatch))
+        if blocks is not None and drops:
+            blocks.put(partial(self._recompute, chunk, microbatch))
 
     def _recompute(self, chunk: int, microbatch: int) -> None:
         """Emulate R of a microbatch."""

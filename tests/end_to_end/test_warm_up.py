@@ -1,6 +1,7 @@
 """What every stage computes before the first step leaves nothing behind: the numbers stay the same, byte for byte.
 
-`make test` runs the model with most to restore; those that are exhaustive have less.
+`make test` runs the model with most to restore and the model that is sharded over replicas; those that are exhaustive
+have less to restore.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ MODELS = {
         *("--overlap-param-gather", "--ddp-bucket-size", "4000", "--untie-embeddings-and-output-weights"),
     ),
     "post-validation": ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation", "--clip-grad", "0.05"),
+    "sharded": ("--zero-bubble-schedule", "zb-h1", "--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
     "last-microbatch": ("--zero-bubble-schedule", "zb-h1", "--global-batch-size", "2", "--overlap-grad-reduce"),
 }
 
 
-IN_MAKE_TEST = ("overlap",)
+IN_MAKE_TEST = ("overlap", "sharded")
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def test_a_training_loop_of_ones_own_asks_for_it():
     }
     forward_backward = get_forward_backward_func("gpipe", rank.store, recompute="full")
     forward_backward(**step)
-    assert forward_backward.schedule(NUM_MICROBATCHES).recomputes
+    assert forward_backward.running.schedule(NUM_MICROBATCHES).recomputes
     assert rank.forwards.total() == 2 * 4 * NUM_MICROBATCHES
     get_model_config(rank.chunks[0]).recompute_granularity = "selective"
     with pytest.raises(ValueError, match=r"^a schedule that recomputes needs .* 'full'.*, got 'selective'$"):

@@ -11,10 +11,10 @@ def test_r_runs_what_f_dropped_in_the_order_of_the_forward():
     store, ran = RecomputationStore(), []
     for microbatch in (0, 1):
         with store.forward(0, microbatch, drops=True):
-            assert store.mode is ForwardMode.DROP
+            assert store.current.mode is ForwardMode.DROP
             for block in (0, 1):
-                store.put(lambda microbatch=microbatch, block=block: ran.append((microbatch, block)))
-    assert store.mode is None
+                store.current.put(lambda microbatch=microbatch, block=block: ran.append((microbatch, block)))
+    assert store.current is None
     assert store.dropped() == [(0, 0), (0, 1)]
     store.recompute(0, 1)
     store.recompute(0, 0)
@@ -25,9 +25,9 @@ def test_r_runs_what_f_dropped_in_the_order_of_the_forward():
 def test_an_f_without_r_keeps_and_hands_nothing_over():
     store = RecomputationStore()
     with store.forward(0, 0, drops=False):
-        assert store.mode is ForwardMode.KEEP
-        with pytest.raises(AssertionError, match="outside of an F that drops"):
-            store.put(lambda: None)
+        assert store.current.mode is ForwardMode.KEEP
+        with pytest.raises(AssertionError, match="in an F that keeps"):
+            store.current.put(lambda: None)
     assert store.dropped() == []
 
 
@@ -35,13 +35,13 @@ def test_blocks_inside_a_block_are_left_alone():
     store = RecomputationStore()
     with store.forward(1, 0, drops=True):
         with store.suspended():
-            assert store.mode is None
-        assert store.mode is ForwardMode.DROP
+            assert store.current is None
+        assert store.current.mode is ForwardMode.DROP
 
 
 def test_what_is_forgotten_is_never_run():
     store = RecomputationStore()
     with store.forward(0, 3, drops=True):
-        store.put(pytest.fail)
+        store.current.put(pytest.fail)
     store.clear()
     assert store.dropped() == []

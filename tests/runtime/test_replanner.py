@@ -52,6 +52,15 @@ def test_memory_is_measured_in_the_window_alone():
     assert not run.replanner.measures_memory(3)
 
 
+def test_no_rank_plans_a_schedule_of_its_own_before_the_profile_is_complete(monkeypatch: pytest.MonkeyPatch):
+    """One rank plans for all; a schedule that another rank planned would never run."""
+    run = Run()
+    monkeypatch.setattr(RunSchedules, "schedule", None)
+    for step in (1, 2):
+        assert run.replanner.before_step(2) is None
+        assert run.replanner.after_step(step, 2) is None
+
+
 def test_a_given_profile_is_planned_with_before_the_first_step():
     run = Run(profile=GIVEN)
     assert run.replanner.profile is None

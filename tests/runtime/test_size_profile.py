@@ -38,6 +38,15 @@ def test_times_with_a_constant_a_linear_and_a_quadratic_part_are_found():
         assert costs.of(size).time_f[0] == pytest.approx(time(size), rel=1e-6)
 
 
+def test_pairs_do_not_count():
+    """In a pair of a forward and a backward, the backward has the whole time, and the forward none."""
+    alone = [measured(OpKind.F, k, 3.0) for k in range(3)]
+    pair = [measured(OpKind.F, 3, 0.0), measured(OpKind.PBW, 0, 90.0)]
+    costs = fitted([*alone, *pair], [SIZES[0]] * 4)
+    assert costs.of(SIZES[0]).time_f[0] == pytest.approx(3.0)
+    assert costs.of(SIZES[0]).time_b[0] == pytest.approx(USUAL.time_b[0])
+
+
 def test_no_part_is_below_zero():
     """Noise must not make a long microbatch shorter."""
     costs = fitted([measured(OpKind.F, k, 10 - k) for k in range(4)])

@@ -177,7 +177,7 @@ class Pipeline:
         store = WeightGradStore(self.schedule.num_chunks)
         stage = self.stage_type(self.problem, self.schedule, rank, store)
         executor = Executor(self.schedule, rank, communicator, store, tail_by_parameter=self.tail_by_parameter)
-        stage.count_live = lambda: executor.num_live_activations
+        stage.count_live = lambda: num_live_activations(executor)
         self.executors.append(executor)
         self.stages.append(stage)
 
@@ -185,6 +185,11 @@ class Pipeline:
         """Run one step on all ranks."""
         ranks = zip_longest(self.executors, self.stages, recorders)
         self.network.run([partial(executor.run, stage, recorder) for executor, stage, recorder in ranks])
+
+
+def num_live_activations(executor: Executor) -> int:
+    """Number of forwards whose activations F has kept or R has restored, and whose backward has not run."""
+    return len(executor._activations) - len(executor._recomputation.dropped())
 
 
 def on_threads(schedule: Schedule, timeout: float = 10.0) -> Pipeline:

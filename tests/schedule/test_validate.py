@@ -61,6 +61,14 @@ def test_no_microbatches_is_no_schedule():
         validate(made_of("linear", 1, 1, 0, ""))
 
 
+def test_a_forward_in_a_pair_is_not_recomputed():
+    """A pair keeps the activations of its forward, so that R would have nothing to restore."""
+    validate(made_of("linear", 1, 1, 2, "F0 R0 F1 BW0 R1 BW1"))
+    with pytest.raises(InvalidSchedule) as error:
+        validate(made_of("linear", 1, 1, 2, "F0 R0 F1 &BW0 R1 BW1"))
+    assert str(error.value) == "schedule test: rank 0 runs R1, but F1 runs in a pair, which keeps its activations"
+
+
 def test_ranks_that_wait_for_each_other_are_told_apart():
     """Rank 0 wants B0 before it makes F1, rank 1 wants F1 before it makes B0; rank 2 only waits for rank 1."""
     with pytest.raises(Deadlock) as error:

@@ -32,7 +32,7 @@ def groups() -> Iterator[None]:
 
 def job(*flags: str, plan: RunSchedules | None = PLAN) -> JobSettings:
     given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *flags])
-    return JobSettings(JobFlags.of(given), plan, PLAN.placement, (2, 2), None)
+    return JobSettings(JobFlags.of(given), plan, PLAN.placement, (2, 2))
 
 
 def model(*, is_split: bool) -> list[Any]:

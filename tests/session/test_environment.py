@@ -110,7 +110,7 @@ def test_blocking_launches_are_refused():
 def test_varying_lengths_need_several_hardware_queues():
     varying = ("--zero-bubble", "--variable-seq-lengths", "--mock-data")
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with pytest.raises(ValueError, match=r"--variable-seq-lengths needs .*: unset CUDA_DEVICE_MAX_CONNECTIONS"):
+    with pytest.raises(ValueError, match=r"--variable-seq-lengths need .*: unset CUDA_DEVICE_MAX_CONNECTIONS"):
         check_environment(flags(*varying), one, has_cuda=True)
     check_environment(flags(*varying), {"CUDA_DEVICE_MAX_CONNECTIONS": "2"}, has_cuda=True)
     check_environment(flags(*varying), one, has_cuda=False)

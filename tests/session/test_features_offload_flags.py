@@ -45,7 +45,10 @@ def test_planned_schedules_may_offload(name):
         ({"use_torch_fsdp2": True}, "would copy the parameters that --use-torch-fsdp2 gathers"),
         ({"fp8": "e4m3"}, "tensors of these types are not copied"),
         ({"transformer_impl": "transformer_engine"}, "use local, or --zero-bubble-recompute planned"),
-        ({"recompute_granularity": "full"}, "--recompute-granularity full: nothing that is recomputed is copied"),
+        (
+            {"recompute_granularity": "full"},
+            "--recompute-granularity full: nothing that is recomputed is copied; use --zero-bubble-recompute planned",
+        ),
         ({"overlap_moe_expert_parallel_comm": True}, "a forward that runs in a pair is not copied"),
     ],
 )

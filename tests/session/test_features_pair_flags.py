@@ -21,7 +21,6 @@ GIVEN = {
     [
         ({"mtp_num_layers": 1}, "would add the gradients of a weight that embedding and output layer share"),
         ({"zero_bubble_replan_threshold": 0.1}, "whose times --zero-bubble-replan-threshold 0.1 cannot compare"),
-        ({"use_torch_fsdp2": True}, "which --use-torch-fsdp2 needs: leave one of them out"),
     ],
 )
 def test_what_pairs_do_not_work_with_is_refused(flags, words):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.session.profiling import planning_options, too_short_to_profile
+from megatron.zero_bubble.session.profiling import planning_options, too_short_to_profile, unused_window
 from tests.checked_flags import checked, checked_job
 from tests.session.planned_flags import KEPT, PLANNED, profile_of, refusal
 
@@ -92,7 +92,19 @@ def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path)
 def test_a_script_that_counts_samples_is_not_said_to_be_too_short():
     flags = replace(checked_job(PLANNED).flags, train_iters=None)
     assert too_short_to_profile(flags, 0) is None
-    assert planning_options(flags, Placement("linear", 4)) is not None
+    assert planning_options(flags, Placement("linear", 4), (2, 2, 2, 2)).has_costs
+
+
+def test_iterations_that_a_given_profile_leaves_unmeasured_are_told(tmp_path: Path):
+    file = profile_of({}, tmp_path / "profile.json")
+    job = checked_job({**PLANNED, **KEPT, "--zero-bubble-profile-input": file, "--zero-bubble-profile-iters": "3 9"})
+    assert unused_window(job.flags, job.planning) == (
+        " > --zero-bubble-profile-iters 3 9: no iteration is profiled, because --zero-bubble-profile-input "
+        f"{file} has the costs"
+    )
+    for changes in ({"--zero-bubble-profile-iters": "3 9"}, {**UNMEASURED, "--zero-bubble-profile-input": file}):
+        job = checked_job({**PLANNED, **KEPT, **changes})
+        assert unused_window(job.flags, job.planning) is None
 
 
 @pytest.mark.parametrize(

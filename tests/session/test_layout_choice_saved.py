@@ -49,7 +49,6 @@ def test_a_job_that_goes_on_keeps_the_memory_limits_of_the_layout(given: dict[st
     choice = saved_choice(saved(**LIMITS), now)
     assert choice is not None
     planning = job_settings(now, {}, has_cuda=False, choice=choice).planning
-    assert planning is not None
     assert planning.limits == (LIMITS["zero_bubble_layout_limits"] if is_kept else None)
 
 
@@ -69,7 +68,6 @@ def test_a_job_that_goes_on_with_megatrons_split_compares_the_planned_order_with
     assert choice is not None
     assert choice.is_megatrons_split is is_megatrons
     planning = job_settings(flags(), {}, has_cuda=False, choice=choice).planning
-    assert planning is not None
     assert planning.tries_own_order is is_megatrons
 
 

@@ -1,4 +1,4 @@
-"""Forwards of several chunks keep megatron-core's order where dropout depends on it and memory allows."""
+"""Forwards of several chunks keep megatron-core's order where random numbers depend on it and memory allows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 from megatron.zero_bubble.session.plans import other_numbers_line
 from tests.checked_flags import checked_job
+
+EXPERTS = {"--num-experts": "4", "--disable-bias-linear": None}
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,8 @@ from tests.checked_flags import checked_job
         (("0", "0.1"), None, 2, {}),
         (("0.1", "0.1"), None, None, {"--zero-bubble-seed-by-layer": None}),
         (("0", "0"), "4", 4, {}),
+        (("0", "0"), None, 2, {**EXPERTS, "--moe-input-jitter-eps": "0.01"}),
+        (("0", "0"), None, None, EXPERTS),
     ],
 )
 def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it(dropout, group, size, more):

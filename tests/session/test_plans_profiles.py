@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.trainer.model import transformer_config
-from tests.checked_flags import checked
+from tests.checked_flags import checked, checked_job
 from tests.session.planned_flags import KEPT, PLANNED, profile_of, refusal
 
 
@@ -21,6 +21,15 @@ def test_a_profile_of_the_same_run_is_planned_with(tmp_path: Path):
 def test_a_profile_of_the_same_layers_by_other_flags_is_planned_with(tmp_path: Path):
     file = profile_of({"--pipeline-model-parallel-layout": "Ett|tt|tt|ttL"}, tmp_path / "profile.json")
     assert checked({**PLANNED, **KEPT, "--zero-bubble-profile-input": file}).zero_bubble_profile_input == file
+
+
+@pytest.mark.parametrize("measured", ["--decoder-first-pipeline-num-layers", "--pipeline-model-parallel-layout"])
+def test_a_profile_is_planned_with_in_the_uneven_stages_that_megatrons_flags_give(measured: str, tmp_path: Path):
+    uneven = {"--num-layers": "9", "--decoder-first-pipeline-num-layers": "3"}
+    same = {measured: "3" if measured in uneven else "Ettt|tt|tt|ttL", "--num-layers": "9"}
+    file = profile_of({**KEPT, **same}, tmp_path / "profile.json")
+    job = checked_job({**PLANNED, **KEPT, **uneven, "--zero-bubble-profile-input": file})
+    assert job.planning.profile is not None
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_a_profile_of_another_layout_is_dropped_with_a_line(
     file: Path, flags: dict[str, str | None], choice: ChosenLayout
 ) -> None:
     job = restored(choice, {"--zero-bubble-profile-input": str(file), **flags})
-    assert (job.planning is None) == bool(flags)
-    assert job.planning is None or job.planning.profile is None
+    assert job.planning.has_costs is not bool(flags)
+    assert job.planning.profile is None
     assert restored_text(job.flags, job.planning, "FOLDER").splitlines() == [
         " > layout: that of the checkpoint in --load FOLDER",
         f" > --zero-bubble-profile-input {file} has no effect: it was measured with another layout",
@@ -55,7 +55,6 @@ def test_a_profile_of_another_layout_is_dropped_with_a_line(
 
 def test_a_profile_of_the_restored_layout_is_kept(file: Path) -> None:
     job = restored(SPLIT, {"--zero-bubble-profile-input": str(file)})
-    assert job.planning is not None
     assert job.planning.profile is not None
     assert len(restored_text(job.flags, job.planning, "FOLDER").splitlines()) == 1
 
@@ -63,7 +62,7 @@ def test_a_profile_of_the_restored_layout_is_kept(file: Path) -> None:
 @pytest.mark.parametrize("choice", [SPLIT, IN_V])
 def test_a_limit_without_measured_costs_begins_again(choice: ChosenLayout) -> None:
     job = restored(choice, {"--zero-bubble-memory-limit": "40GiB", **NOT_PROFILED})
-    assert job.planning is None
+    assert not job.planning.has_costs
     assert restored_text(job.flags, job.planning, "FOLDER").splitlines()[1:] == [
         " > --zero-bubble-memory-limit 40GiB: schedules keep to 1F1B's peak, because --zero-bubble-profile-iters 0 0 "
         "measures no costs"

@@ -25,7 +25,7 @@ def job(schedule: str | None = None, *more: str) -> JobSettings:
     """The settings of two pipeline ranks."""
     given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *more])
     plan = RunSchedules.named(schedule, 2) if schedule is not None else None
-    return JobSettings(JobFlags.of(given), plan, Placement("linear", 2), (2, 2), None)
+    return JobSettings(JobFlags.of(given), plan, Placement("linear", 2), (2, 2))
 
 
 def test_a_session_under_megatron_cores_schedule_splits_nothing() -> None:

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import OpKind, StageCosts, TimedOp, Timeline, simulate, with_post_validation
+from megatron.zero_bubble.schedule import (
+    Op,
+    OpKind,
+    Placement,
+    Schedule,
+    StageCosts,
+    TimedOp,
+    Timeline,
+    simulate,
+    with_post_validation,
+)
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.timeline_files import idle_table, measured_timeline, write_timeline
@@ -29,6 +39,11 @@ def ran(name: str, slowness: float = 1.25) -> Timeline:
         for lane in planned.lanes
     ]
     return measured_timeline(schedule, lanes, PROFILED)
+
+
+def of_pairs(line: str) -> Schedule:
+    """A schedule of three microbatches on one rank; `&` marks the backward of a pair."""
+    return Schedule("pairs", Placement("linear", 1), 3, (tuple(map(Op.parse, line.split())),))
 
 
 def test_time_begins_with_the_first_operation():
@@ -71,6 +86,37 @@ def test_fused_and_separate_backwards_have_their_measured_times():
     profiled = StageCosts.uniform(2, 9, 9, 9, saved_bw=4, time_comm=0.1)
     timeline = measured_timeline(schedule, planned.lanes, profiled)
     assert simulate(schedule, timeline.costs).makespan == pytest.approx(planned.makespan)
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("line", ["F0 F1 B0 F2 &B1 W0 W1 B2 W2", "F0 F1 &BW0 F2 &BW1 BW2"])
+def test_operations_that_run_alone_have_their_measured_times_beside_pairs(line: str, profiled: bool):
+    schedule = of_pairs(line)
+    costs = StageCosts.uniform(1, 2, 3, 1, all_to_all_f=0.75, all_to_all_b=1)
+    lanes = simulate(schedule, costs).lanes
+    timeline = measured_timeline(schedule, lanes, costs if profiled else None)
+    assert timeline.costs.time_f == costs.time_f
+    assert sum(costs.times()[OpKind.BW]) == pytest.approx(sum(timeline.costs.times()[OpKind.BW]))
+    if profiled:
+        assert simulate(schedule, timeline.costs).makespan == pytest.approx(timeline.makespan)
+
+
+def test_a_step_of_pairs_alone_is_drawn_with_the_times_of_the_profile_or_with_half_of_each_pair():
+    schedule = of_pairs("F0 F1 &BW0 F2 &BW1 BW2")
+    costs = StageCosts.uniform(1, 2, 3, 3, all_to_all_f=0.75, all_to_all_b=1, saved_bw=0.5)
+    timed = simulate(schedule, costs).lanes[0][1:-1]
+    known = measured_timeline(schedule, [timed], costs).costs
+    assert known.saved_bw == costs.saved_bw
+    assert (known.time_f, known.time_b, known.time_w) == (costs.time_f, costs.time_b, costs.time_w)
+    alone = measured_timeline(schedule, [timed], None).costs
+    assert alone.time_of_pair(0, OpKind.PBW, 0) == pytest.approx(costs.time_of_pair(0, OpKind.PBW, 0))
+
+
+def test_an_exchange_is_never_longer_than_the_forward_that_contains_it():
+    schedule = generate("zb-h1", 3, 4)
+    profiled = replace(PROFILED, time_comm=(0, 0), all_to_all_f=(5, 5, 5), all_to_all_b=(1, 1, 1))
+    costs = measured_timeline(schedule, simulate(schedule, StageCosts.uniform(3, 2, 3, 1)).lanes, profiled).costs
+    assert (costs.all_to_all_f, costs.all_to_all_b) == ((2, 2, 2), (1, 1, 1))
 
 
 def test_a_recomputation_is_drawn_and_the_plan_beside_it_has_its_time():

@@ -229,10 +229,10 @@ class Run:
         """When `print_rank_last` prints a training log line, append the share of idle time; a collective call."""
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
         if match is not None and run is not None and self.session.num_steps > 0:
-            prediction = run.prediction(self.session.num_microbatches)
+            prediction = run.running.prediction(self.session.num_microbatches)
             measured, predicted = run.measured_time(), None if prediction is None else prediction.idle
             write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *_writers())
-            order, waits = order_fields(run.take_order_times()), wait_fields(self.session.replicas.take_waits())
+            order, waits = order_fields(run.step_plans.take_times()), wait_fields(self.session.replicas.take_waits())
             call["message"] += idle_fields(measured.idle, predicted) + order + waits
             if self.session.num_steps > 1:  # The first iteration also warms up.
                 self._summary.record(int(match[1]), float(match[2]), measured, prediction)

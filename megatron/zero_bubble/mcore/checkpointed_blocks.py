@@ -28,7 +28,7 @@ from torch.utils.checkpoint import detach_variable
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.replaced import replaced
-from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
+from megatron.zero_bubble.runtime.recomputation_store import Blocks, ForwardMode, RecomputationStore
 
 
 def checkpoint_every_layer(config: Any) -> None:
@@ -65,15 +65,15 @@ class _NoLayer:
 
 @contextmanager
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
-    """Let forwards inside the `with` block drop or keep the activations of checkpointed blocks, as `store.mode` says.
+    """Let forwards inside the `with` block drop or keep the activations of checkpointed blocks, as `Blocks.mode` says.
 
-    If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
+    If `store` or `store.current` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
     with _further_layers_checkpointed():
-        if store is None or store.mode is None:
+        if store is None or store.current is None:
             yield
             return
-        run_block = partial(_run_block, store, random.CheckpointFunction)
+        run_block = partial(_run_block, store, store.current, random.CheckpointFunction)
         with replaced(random, "CheckpointFunction", SimpleNamespace(apply=run_block)):
             yield
 
@@ -99,18 +99,23 @@ def _further_layers_checkpointed() -> AbstractContextManager[None]:
 
 
 def _run_block(
-    store: RecomputationStore, original: Any, run: Callable[..., Any], distribute_saved: bool, *inputs: Any
+    store: RecomputationStore,
+    blocks: Blocks,
+    original: Any,
+    run: Callable[..., Any],
+    distribute_saved: bool,
+    *inputs: Any,
 ) -> Any:
-    """Run the forward of a block, and drop or keep the block's activations, as `store.mode` says.
+    """Run the forward of a block, and drop or keep the block's activations, as `blocks.mode` says.
 
     Activation checkpoints inside the block use `original`, which is megatron-core's own `CheckpointFunction`.
     """
     with replaced(random, "CheckpointFunction", original):
-        if store.mode is ForwardMode.DROP:
-            return _DroppedBlock.apply(store, run, distribute_saved, *inputs)
+        if blocks.mode is ForwardMode.DROP:
+            return _DroppedBlock.apply(store, blocks, run, distribute_saved, *inputs)
         with store.suspended():
             outputs = run(*inputs)
-        store.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
+        blocks.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
         return outputs
 
 
@@ -118,7 +123,9 @@ class _DroppedBlock(torch.autograd.Function):
     """Runs a block's forward without keeping activations. R or B recomputes the activations for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, store: RecomputationStore, blocks: Blocks, run: Any, distribute_saved: bool, *inputs: Any
+    ) -> Any:
         with store.suspended():
             outputs = random.CheckpointFunction.forward(ctx, run, distribute_saved, *inputs)
         ctx.recomputed = None
@@ -126,7 +133,7 @@ class _DroppedBlock(torch.autograd.Function):
         ctx.divided_input = inputs[0] if distribute_saved else None
         # Without a gradient to compute, backward never runs.
         if any(ctx.needs_input_grad):
-            ctx.during_backward = store.put(partial(_recompute, ctx))
+            ctx.during_backward = blocks.put(partial(_recompute, ctx))
         return outputs
 
     @staticmethod
@@ -141,7 +148,7 @@ class _DroppedBlock(torch.autograd.Function):
             torch.autograd.Variable._execution_engine.run_backward(
                 edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        return None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
+        return None, None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
 
 
 def _recompute(ctx: Any) -> None:

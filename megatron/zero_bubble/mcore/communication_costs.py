@@ -46,7 +46,7 @@ def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> floa
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return 0.0
-    collectives = TorchCollectives(dist.get_process_group_ranks(group), group.rank(), spec.device, timeout)
+    collectives = TorchCollectives.like(group, spec.device, timeout)
     lane = new_lane(spec.device, collectives.close)
     milliseconds = measure_collective(collectives, lane, spec)
     lane.close()

@@ -14,11 +14,12 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
-from megatron.zero_bubble.runtime.channel_memory import ChannelMemory, VariableChannels, open_channels
+from megatron.zero_bubble.runtime.channel_memory import ChannelMemory, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
+from megatron.zero_bubble.runtime.variable_shapes import VariableCommunicator
 from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -42,7 +43,7 @@ class Connections:
     timeout: timedelta = DEFAULT_TIMEOUT
     report: Callable[[ChannelMemory], None] = lambda memory: None
     shapes_vary: bool = field(default=False, init=False)
-    _channels: TorchCommunicator | VariableChannels | None = field(default=None, init=False)
+    _channels: TorchCommunicator | VariableCommunicator | None = field(default=None, init=False)
     _vocabulary: VocabularyRun | None = field(default=None, init=False)
 
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
@@ -57,7 +58,7 @@ class Connections:
         if self._vocabulary is None:
             self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self.timeout)
 
-    def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> TorchCommunicator | VariableChannels:
+    def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> TorchCommunicator | VariableCommunicator:
         """Return the channels for a schedule's messages; the first call opens the channels and is a collective call.
 
         Raises:

@@ -198,6 +198,16 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 gradients = (*sums, None if gathered is None else gathered.grad)
                 yield from (gradient for gradient in gradients if gradient is not None)
 
+    def zero_grad_buffer(self) -> None:
+        """Drop the gradients that are not reduced yet, as DDP's method of this name zeroes DDP's sums of gradients."""
+        self._sums.clear()
+        self._num_ready.clear()
+        for parameter in (each for group in self._groups for each in group.fsdp_params):
+            if not _SUMS_IN_LEAVES:
+                parameter.unsharded_accumulated_grad = None
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                gathered.grad = None
+
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients by `scaling_factor`; called after the gradients are reduced."""
         for parameter in self.parameters():

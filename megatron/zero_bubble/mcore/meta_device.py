@@ -82,8 +82,6 @@ def _substitutions() -> Iterator[Substitution]:
         yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
     yield Substitution(torch.cuda, "is_available", lambda: False, reason)
     yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
-    for owner in (torch.Tensor, torch.nn.Module):
-        yield Substitution(owner, "cuda", lambda self, *_, **__: self, reason)
     reason = "on a GPU dropout is one kernel, which keeps a byte for each element"
     yield Substitution(torch.nn.functional, "dropout", _dropout, reason)
     reason = "on a GPU the rotary embedding is one kernel, which keeps no tensors"

@@ -152,7 +152,7 @@ class StepPlans:
     Args:
         running: the current plan of the run.
         observer: the observer of the run's steps.
-        planning: options of profiling and planning; None if the run is not profiled.
+        planning: options of profiling and planning.
         timeout: time limit for a message about a plan.
         reorders: whether microbatches may run in an order other than the order of the data; None allows reordering only
             if the model's configuration sets `variable_seq_lengths`.
@@ -162,7 +162,7 @@ class StepPlans:
 
     running: RunningPlan
     observer: StepObserver
-    planning: PlanningOptions | None
+    planning: PlanningOptions
     timeout: timedelta
     reorders: bool | None
     interlocks: bool
@@ -170,20 +170,16 @@ class StepPlans:
 
     def are_made(self, config: Any) -> bool:
         """Tell whether the microbatches of a step are read before the step, so that the step can be planned."""
-        return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
+        return self._reorders(config) or (config.variable_seq_lengths and self.planning.has_absolute_limit)
 
     def _reorders(self, config: Any) -> bool:
         return config.variable_seq_lengths if self.reorders is None else self.reorders
-
-    @property
-    def _has_limit(self) -> bool:
-        return self.planning is not None and self.planning.has_absolute_limit
 
     def decide(self, step: int, call: StepCall) -> tuple[StepDecision, list[Iterator[Any] | None]]:
         """Return the plan of a step, and iterators over the microbatches in planned order; a collective call."""
         planner, data = self._prepare_planner(), StepData(call.data_iterators, call.num_microbatches)
         plan, profile, limits = self.running.plan, self.running.profile, None
-        if self._has_limit and profile is not None and plan.request.limits:
+        if self.planning.has_absolute_limit and profile is not None and plan.request.limits:
             # The limits of the plan leave out the temporary memory of an operation.
             limits = tuple(map(add, plan.request.limits, profile.inside_ranks))
         rules = StepRules(plan, limits, self._reorders(call.config), self.interlocks)
@@ -193,8 +189,7 @@ class StepPlans:
     def _prepare_planner(self) -> StepPlanner:
         if self._planner is None:
             planning, placement = self.planning, self.running.plan.placement
-            is_profiled = planning is not None and planning.last_step > 0
-            measured = (planning.first_step, planning.last_step) if planning and is_profiled else FIRST_STEPS
+            measured = (planning.first_step, planning.last_step) if planning.last_step > 0 else FIRST_STEPS
             rank, peers = parallel_state.get_pipeline_model_parallel_rank(), JobPeers(self.timeout)
             self._planner = StepPlanner(placement, rank, self.observer, measured, peers)
         return self._planner

@@ -125,10 +125,7 @@ WITH_EVERY_SCHEDULE = (
         "W may need a tensor that was released after B",
         "recomputation saves memory too",
     ),
-    Refusal(
-        "moe_shared_expert_overlap",
-        "the shared expert's own stream may overwrite memory that W still reads",
-    ),
+    Refusal("moe_shared_expert_overlap", "the shared expert's own stream may overwrite memory that W still reads"),
     Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
     Refusal("inprocess_restart", "connections of the interrupted training would remain open"),
     Refusal(
@@ -276,7 +273,12 @@ WITH_FEATURES = (
             "only Transformer Engine's backward can recompute",
             "give --recompute-granularity, and leave out --zero-bubble-recompute",
         ),
-        Refusal("moe_router_load_balancing_type", "it averages over microbatches, whose order matters", when=_GLOBAL),
+        Refusal(
+            "moe_router_load_balancing_type",
+            "it averages over microbatches in their order, but a recomputation may follow a later forward",
+            "give --recompute-granularity full, or aux_loss",
+            when=_GLOBAL,
+        ),
     ),
     *_with(
         [Feature.OFFLOAD],
@@ -288,6 +290,10 @@ WITH_FEATURES = (
             when=_one_of("transformer_engine"),
         ),
         Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out"),
+        Refusal(
+            *("recompute_granularity", "nothing that is recomputed is copied", "use --zero-bubble-recompute planned"),
+            when=_one_of("full"),
+        ),
         Refusal(
             "overlap_moe_expert_parallel_comm",
             "a forward that runs in a pair is not copied to the host",

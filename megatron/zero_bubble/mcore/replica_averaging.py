@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts, torch_optimizers
 from megatron.zero_bubble.mcore.placement import tied_weights
-from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
+from megatron.zero_bubble.runtime.group_averager import average, groups_of_replicas
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
@@ -54,22 +54,26 @@ class ReplicaAveraging:
         for part in parts(self.optimizer):
             if type(part) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
                 raise ValueError(f"the parameters of megatron-core's {type(part).__name__} cannot be averaged")
-        self._averager = GroupAverager(self.hierarchy, _averaging_groups(self.hierarchy, timeout))
+        self._groups = _averaging_groups(self.hierarchy, timeout)
         self._begin_local_steps(self.averaged_at)
 
-    def after_step(self, iteration: int) -> None:
+    def after_step(self, iteration: int) -> int:
         """If an average is due after `iteration`, average parameters over a group of replicas.
 
         All replicas of the group call `after_step` together. The optimizer step of `iteration` must have been
         validated.
+
+        Returns:
+            The number of replicas in the group; 1 if no average is due.
         """
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:
-            self._averager.average(self._parameters(), iteration)
+            average(self._parameters(), self._groups[size])
             self._hand_out()
         if size == self.hierarchy.num_replicas or not self.hierarchy.is_local(iteration):
             self.averaged_at = iteration
         self._begin_local_steps(iteration)
+        return size or 1
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
         """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
@@ -78,12 +82,13 @@ class ReplicaAveraging:
             with_states: whether to average the optimizer's moments, too. With averaged moments, a checkpoint holds the
                 state of all replicas, and a job that loads the checkpoint continues like the job that saved it.
         """
+        all_replicas = self._groups[self.hierarchy.num_replicas]
         if self.averaged_at != iteration:
-            self._averager.average_over_all(self._parameters())
+            average(self._parameters(), all_replicas)
             self._hand_out()
             self.averaged_at = iteration
         if with_states and self.is_local:
-            self._averager.average_over_all(self._moments())
+            average(self._moments(), all_replicas)
             self.changed()
 
     def _begin_local_steps(self, iteration: int) -> None:

@@ -19,7 +19,6 @@ from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.step_call import StepCall, refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
-from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane
@@ -35,11 +34,9 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder, PipelineTime, Step
 from megatron.zero_bubble.runtime.replanner import Replanner
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
-from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, ScheduleError
-from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.lower_collectives import joined_early
 from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -54,7 +51,8 @@ class ForwardBackward:
 
     Args:
         connections: the channels between ranks; by default over torch.distributed, with a timeout of 10 minutes.
-        planning: options for profiling the run and for planning again from the measured costs; None keeps the plan.
+        planning: options for profiling the run and for planning again from the measured costs; by default, the run
+            keeps `plan`.
         report: function that is called on every rank with each decision of the planner during the run.
         post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
@@ -62,6 +60,9 @@ class ForwardBackward:
             (see `StepPlanner`); by default, only if the model's configuration sets `variable_seq_lengths`.
 
     Attributes:
+        running: the plan whose schedules run at present, and the predictions of these schedules.
+        connections: the channels between ranks, and the collectives of vocabulary shards.
+        step_plans: the orders of microbatches that are planned for single steps.
         warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): true before
             the first step on a GPU, false otherwise.
     """
@@ -89,7 +90,7 @@ class ForwardBackward:
         self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
         self._pairs = pairs
-        self._connections = connections or Connections()
+        self.connections = connections or Connections()
         self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
@@ -97,34 +98,19 @@ class ForwardBackward:
         self._last_executor: Executor | None = None
         self._is_in_step = self._has_lost_messages = False
         self.observer = StepObserver(device_clock(own_device()))
-        replanner = None
-        if planning is not None:
-            measured = RunCosts(
-                *(plan.placement, self._rank, self.observer, self._measure_messages),
-                recomputation=self._recomputation_store,
-                offload=self._offload_store,
-            )
-            replanner = Replanner(plan, planning, measured, report, own_device())
-        interlocks = post_validation is not None
-        self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
-        timeout = self._connections.timeout
-        self._step_plans = StepPlans(
-            self._running, self.observer, planning, timeout, reorders=orders_microbatches, interlocks=interlocks
+        measured = RunCosts(
+            *(plan.placement, self._rank, self.observer, self._measure_messages),
+            recomputation=self._recomputation_store,
+            offload=self._offload_store,
         )
-
-    @property
-    def plan(self) -> RunSchedules:
-        """The plan whose schedules run at present."""
-        return self._running.plan
-
-    @property
-    def profile(self) -> Profile | None:
-        """The measured costs that the present plan was made from; None before the run is profiled."""
-        return self._running.profile
-
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the current schedule of a training step with `num_microbatches` microbatches."""
-        return self._running.schedule(num_microbatches)
+        planning = planning or PlanningOptions()
+        replanner = Replanner(plan, planning, measured, report, own_device())
+        interlocks = post_validation is not None
+        self.running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
+        timeout = self.connections.timeout
+        self.step_plans = StepPlans(
+            self.running, self.observer, planning, timeout, reorders=orders_microbatches, interlocks=interlocks
+        )
 
     def position(self) -> Position | None:
         """Return this rank's position in a step, or None between steps; a `Watchdog` calls `position` in a thread."""
@@ -146,19 +132,6 @@ class ForwardBackward:
         group = parallel_state.get_pipeline_model_parallel_group()
         steps = from_all_ranks(mean_step or self.observer.take_mean(), group)
         return PipelineTime(1e3 * max(step.span for step in steps), idle_share(steps))
-
-    def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return the current schedule's timeline, simulated with measured costs; None before costs are measured."""
-        return self._running.prediction(num_microbatches)
-
-    @property
-    def shapes_vary(self) -> bool:
-        """Whether microbatches may differ in shape; valid only after the first step or evaluation has begun."""
-        return self._connections.shapes_vary
-
-    def take_order_times(self) -> OrderTimes | None:
-        """Return the `OrderTimes` of the steps since the last call of this method; None before any planned step."""
-        return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run forward and backward of one step.
@@ -186,9 +159,9 @@ class ForwardBackward:
         refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
         self._prepare(call)
         iterators, decision = call.data_iterators, None
-        if not call.forward_only and self._step_plans.are_made(call.config):
-            decision, iterators = self._step_plans.decide(self._num_steps + 1, call)
-        executor = self._running.executor(
+        if not call.forward_only and self.step_plans.are_made(call.config):
+            decision, iterators = self.step_plans.decide(self._num_steps + 1, call)
+        executor = self.running.executor(
             call.groups.pp,
             call.num_microbatches,
             forward_only=call.forward_only,
@@ -202,8 +175,8 @@ class ForwardBackward:
             self.warms_up = False
         self._run(executor, stage)
         if not call.forward_only:
-            self._running.after_step(self._num_steps, call.num_microbatches)
-            self._step_plans.after_step(self._num_steps)
+            self.running.after_step(self._num_steps, call.num_microbatches)
+            self.step_plans.after_step(self._num_steps)
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
@@ -217,10 +190,10 @@ class ForwardBackward:
         if call.forward_only or (self._post_validation is not None and self._post_validation.waits):
             self.settle()
         if not call.forward_only:
-            self._running.before_step(call.num_microbatches)
-        self._connections.prepare(call.chunks, self.plan.placement, call.groups)
-        if self._connections.shapes_vary:
-            self._running.let_microbatches_differ()
+            self.running.before_step(call.num_microbatches)
+        self.connections.prepare(call.chunks, self.running.plan.placement, call.groups)
+        if self.connections.shapes_vary:
+            self.running.replanner.let_microbatches_differ()
 
     def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
         # megatron-core's schedule plans take additional time, so only schedules with pairs use them.
@@ -231,11 +204,11 @@ class ForwardBackward:
             executor.schedule.placement,
             executor.rank,
             own_device(),
-            shapes_vary=self._connections.shapes_vary,
+            shapes_vary=self.connections.shapes_vary,
             post_validation=None if call.forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
             recomputation_store=self._recomputation_store,
-            vocabulary=self._connections.vocabulary_step(call),
+            vocabulary=self.connections.vocabulary_step(call),
         )
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
@@ -254,7 +227,7 @@ class ForwardBackward:
                 stage.finish()
             self.observer.stop()
         except BaseException:
-            self._has_lost_messages = self.plan.placement.num_ranks > 1
+            self._has_lost_messages = self.running.plan.placement.num_ranks > 1
             self.observer.drop()
             with suppress(Exception):  # the error of the step is the one to report
                 stage.leave()
@@ -276,29 +249,29 @@ class ForwardBackward:
 
     def close(self) -> None:
         """Close the connections and end the planning process, before the job's process groups are destroyed."""
-        self._step_plans.close()
-        self._connections.close()
-        self._running.drop_executors()
+        self.step_plans.close()
+        self.connections.close()
+        self.running.drop_executors()
 
     def _start_recording(self, vocabulary: VocabularyStep | None) -> OpRecorder:
         self._num_steps += 1
         meter = None
-        if self._running.measures_memory(self._num_steps):
+        if self.running.replanner.measures_memory(self._num_steps):
             kept_by_shard = None if vocabulary is None else vocabulary.kept_bytes
             meter = memory_meter(own_device(), self._store, kept_by_shard, self._offload_store)
         return self.observer.start(self._num_steps, meter)
 
     def _measure_messages(self) -> tuple[dict[int, float], float]:
         assert self._usual_message is not None
-        return self._connections.measure_messages(self.plan.placement, self._rank, self._usual_message)
+        return self.connections.measure_messages(self.running.plan.placement, self._rank, self._usual_message)
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"
-        lane = self._connections.exchange_lane
+        lane = self.connections.exchange_lane
         return Executor(
             joined_early(schedule) if lane is not None and lane.waits_in_thread else schedule,
             group.rank(),
-            self._connections.channels(schedule, group),
+            self.connections.channels(schedule, group),
             self._store,
             self._recomputation_store,
             tail_by_parameter=tail_by_parameter,

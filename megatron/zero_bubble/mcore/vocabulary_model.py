@@ -25,6 +25,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
+from megatron.zero_bubble.mcore.refusals import refuse_with_features
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
 from megatron.zero_bubble.runtime.joint import attempt, from_all_ranks, raise_first
@@ -226,16 +228,7 @@ def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, 
         raise ValueError(f"{flag} needs megatron-core's {known}, got {', '.join(sorted(kinds))}")
     if placement.num_ranks < 2:
         raise ValueError(f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size")
-    if config.mtp_num_layers:
-        raise ValueError(
-            f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
-        )
-    if config.variable_seq_lengths:
-        raise ValueError(f"{flag} does not work with variable_seq_lengths: its collectives need one shape on all ranks")
-    if config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
-        )
+    refuse_with_features(config, [Feature.VOCABULARY_SHARDS])
     whole = [first and first.embedding.word_embeddings, last and last.output_layer]
     if any(not weight.requires_grad for layer in whole if layer is not None for weight in layer.parameters()):
         raise ValueError(f"{flag} trains embedding and output layer: frozen weights are not supported")

@@ -145,11 +145,8 @@ class ShardCollectives:
 
 def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeout: timedelta) -> ShardCollectives:
     """Create the shards' process groups, with the ranks of megatron-core's groups; a collective call of these ranks."""
-
-    def like(group: dist.ProcessGroup) -> TorchCollectives:
-        return TorchCollectives(dist.get_process_group_ranks(group), group.rank(), device, timeout)
-
-    return ShardCollectives(like(groups.pp), like(groups.tp) if groups.tp.size() > 1 else None)
+    tensor = TorchCollectives.like(groups.tp, device, timeout) if groups.tp.size() > 1 else None
+    return ShardCollectives(TorchCollectives.like(groups.pp, device, timeout), tensor)
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:

@@ -13,7 +13,7 @@ Tensors that a collective reads are kept until this rank has waited for a later 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -21,10 +21,60 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError, RecordedCall, record_call
-from megatron.zero_bubble.mcore.vocabulary_microbatch import KeptGradient, Microbatch
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, made_up_collectives
-from megatron.zero_bubble.mcore.vocabulary_shard import ShardWeight, combine, look_up, softmax
+from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, ShardWeight, combine, look_up, softmax
 from megatron.zero_bubble.schedule import Op, OpKind
+
+
+@dataclass
+class _Microbatch:
+    """The intermediate results of one microbatch that operations on a vocabulary shard pass to each other.
+
+    In shapes, n is the number of tokens, batch times sequence; the tokens are in the order [sequence, batch].
+    """
+
+    outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Kind of collective -> tensors that this rank broadcasts. `outgoing` keeps the tensors until the broadcast
+    runs, because this rank's operations may drop their own references to the tensors earlier."""
+    call: RecordedCall | None = None
+    """The first stage's call of the model, which the embedding E records before F runs; None once F runs."""
+    loss_function: Callable[..., Any] | None = None
+    tokens: torch.Tensor | None = None
+    """Token numbers, [batch, sequence]."""
+    looked_up: torch.Tensor | None = None
+    """Embeddings that were looked up in this shard, [batch, sequence, hidden]. On the first stage's rank, the
+    collective `OpKind.EMBEDDED` replaces the embeddings by the sum of all pipeline ranks' embeddings."""
+    embedding_gradient: torch.Tensor | None = None
+    """Gradient with respect to the embedded tokens of the first stage, [batch, sequence, hidden]."""
+    hidden: torch.Tensor | None = None
+    """Output of the last stage, [sequence, batch, hidden]; with sequence parallelism, a part of the sequence."""
+    labels: torch.Tensor | None = None
+    """Token numbers of the labels, [batch, sequence]."""
+    softmax: ShardSoftmax | None = None
+    losses: torch.Tensor | None = None
+    """Loss of every token, [n]."""
+    alpha: torch.Tensor | None = None
+    """Share of this rank's vocabulary shard in the denominator of each token's softmax, [n]."""
+    input_gradient: torch.Tensor | None = None
+    """Gradient of the sum of all tokens' losses with respect to the last stage's output, [n, hidden]; only on the last
+    stage's rank."""
+    loss_gradient: torch.Tensor | None = None
+    """Gradient of the training loss with respect to the loss of every token, [n]."""
+
+
+class _KeptGradient(torch.autograd.Function):
+    """Returns embeddings unchanged in the forward; keeps the embeddings' gradient in the backward, for EW."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: _Microbatch) -> torch.Tensor:
+        ctx.state = state
+        return looked_up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.state.embedding_gradient = gradient = gradient.contiguous()
+        ctx.state.outgoing[OpKind.EMBEDDED_GRAD] = (gradient,)
+        return None, None, None
 
 
 class VocabularyStep:
@@ -53,7 +103,7 @@ class VocabularyStep:
 
     def restart(self) -> None:
         """Drop the results of all microbatches, before the forwards run again; no collective may be running."""
-        self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
+        self._microbatches = [_Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
         """Return the bytes that a microbatch's softmax S keeps for T, the weight gradient of the output layer."""
@@ -82,7 +132,7 @@ class VocabularyStep:
                 self._pipeline.broadcast(tensor, root)
             _mark_as_read(*tensors)
 
-    def _allocate_received(self, kind: OpKind, state: Microbatch) -> tuple[torch.Tensor, ...]:
+    def _allocate_received(self, kind: OpKind, state: _Microbatch) -> tuple[torch.Tensor, ...]:
         """Allocate the tensors that this rank receives in a broadcast, and store the tensors in `state`."""
         weight = self._shard.embedding.weight
         if kind is OpKind.TOKENS:
@@ -129,7 +179,7 @@ class VocabularyStep:
         layer.looked_up = _there(state.looked_up)
         if not self._forward_only:
             trigger = torch.empty((), device=layer.looked_up.device, requires_grad=True)
-            layer.looked_up = KeptGradient.apply(trigger, layer.looked_up, state)
+            layer.looked_up = _KeptGradient.apply(trigger, layer.looked_up, state)
         call, state.call, state.looked_up = _there(state.call), None, None
         return call
 
@@ -179,7 +229,7 @@ class VocabularyStep:
         if self._pipeline.rank != self._run.first_rank:
             state.looked_up = None
 
-    def _whole_hidden(self, state: Microbatch) -> torch.Tensor:
+    def _whole_hidden(self, state: _Microbatch) -> torch.Tensor:
         """Return the hidden states of all tokens, [n, hidden]; sequence parallelism requires a gather in each call."""
         hidden = _there(state.hidden)
         if self._run.is_sequence_parallel:
@@ -188,7 +238,7 @@ class VocabularyStep:
             hidden = whole
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _exchange_softmax(self, state: Microbatch) -> None:
+    def _exchange_softmax(self, state: _Microbatch) -> None:
         result, run = _there(state.softmax), self._run
         statistics = run.collectives.gather_statistics(result.statistics)
         state.losses, state.alpha = combine(statistics, self._shard.index)

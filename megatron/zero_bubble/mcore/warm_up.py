@@ -33,9 +33,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
     """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step. The warm-up does not change `.grad` of parameters, and
-    sets DDP's gradient buffers to zero. The first step reads the data of the warm-up again. With fp8, the warm-up only
-    creates communicators, because every forward changes the state of fp8 scaling. With varying message shapes, the
-    warm-up only creates communicators, because a stage learns the shapes from the previous stage.
+    clears the sums of gradients of DDP and FSDP2. The first step reads the data of the warm-up again. With fp8, the
+    warm-up only creates communicators, because every forward changes the state of fp8 scaling. With varying message
+    shapes, the warm-up only creates communicators, because a stage learns the shapes from the previous stage.
     """
     _make_communicators(stage.call.groups, stage.device)
     chunks: list[Any] = stage.call.chunks

@@ -11,27 +11,27 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, versions_of
-from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
+from megatron.zero_bubble.runtime.recomputation_store import Blocks, ForwardMode, RecomputationStore
 
 Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer; `RecomputationStore.mode` decides whether F keeps or drops the layer's activations."""
+    """Runs a checkpointed layer; `Blocks.mode` decides whether F keeps or drops the layer's activations."""
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device
 
     def __call__(self, value: Any) -> Any:
-        mode = self._store.mode
-        if mode is None:
+        blocks = self._store.current
+        if blocks is None:
             return self._probe(value) if torch.is_grad_enabled() else self._layer(value)
         given = StageMessage.of(value)
-        if mode is ForwardMode.KEEP:
+        if blocks.mode is ForwardMode.KEEP:
             output = self._layer(value)
-            self._store.keep(given.tensors, StageMessage.of(output).tensors)
+            blocks.keep(given.tensors, StageMessage.of(output).tensors)
             return output
-        call = _DroppedCall(self._layer, given.spec, self._store, Autocast.current(self._device.type))
+        call = _DroppedCall(self._layer, given.spec, blocks, Autocast.current(self._device.type))
         # An extra input always needs a gradient: a layer whose other inputs need none would otherwise have no backward.
         wanted = torch.empty(0, requires_grad=True)
         outputs = _Dropped.apply(call, wanted, *given.tensors)
@@ -55,9 +55,9 @@ class DroppingLayer:
 class _DroppedCall:
     """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
 
-    def __init__(self, layer: Layer, given: MessageSpec, store: RecomputationStore, autocast: Autocast) -> None:
+    def __init__(self, layer: Layer, given: MessageSpec, blocks: Blocks, autocast: Autocast) -> None:
         self._layer, self._given, self._autocast = layer, given, autocast
-        self.store = store
+        self.blocks = blocks
         self.returned: MessageSpec | None = None
         self._inputs: Sequence[torch.Tensor] = ()
         self._output: StageMessage | None = None
@@ -98,7 +98,7 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         outputs = call.run(tensors, ctx.needs_input_grad[2:])
-        ctx.during_backward = call.store.put(call.recompute)
+        ctx.during_backward = call.blocks.put(call.recompute)
         # Detached, because an input that the layer returns is not the output of this function.
         return tuple(output.detach() for output in outputs)
 

@@ -18,19 +18,6 @@ from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommuni
 from megatron.zero_bubble.schedule import Placement
 
 
-class VariableChannels(VariableCommunicator):
-    """Sends messages of varying shape; separate connections between the CPUs carry headers with the shapes."""
-
-    def __init__(self, messages: TorchCommunicator, headers: TorchCommunicator) -> None:
-        super().__init__(messages, headers)
-        self._open = messages, headers
-
-    def close(self) -> None:
-        """Close all connections; the caller must ensure that no message is in flight."""
-        for communicator in self._open:
-            communicator.close()
-
-
 class ChannelMemory(NamedTuple):
     """The number of connections (channels) of one rank, and the device memory of these connections."""
 
@@ -47,7 +34,7 @@ def open_channels(
     report: Callable[[ChannelMemory], None],
     *,
     shapes_vary: bool = False,
-) -> TorchCommunicator | VariableChannels:
+) -> TorchCommunicator | VariableCommunicator:
     """Open the connections between the ranks of a pipeline; all ranks of the pipeline's `group` make this call.
 
     Args:
@@ -70,7 +57,7 @@ def open_channels(
         report(max(from_all_ranks(ChannelMemory(num_channels, taken), group)))
     if not shapes_vary:
         return opened
-    return VariableChannels(opened, TorchCommunicator(ranks, group.rank(), placement, HEADER.device, timeout))
+    return VariableCommunicator(opened, TorchCommunicator(ranks, group.rank(), placement, HEADER.device, timeout))
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -66,6 +66,11 @@ class TorchCollectives:
         self._reduces = device.type == "cuda"
         self._open(device)
 
+    @classmethod
+    def like(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> TorchCollectives:
+        """Create a new process group with the ranks of `group`; a collective call of these ranks."""
+        return cls(dist.get_process_group_ranks(group), group.rank(), device, timeout)
+
     def _open(self, device: torch.device) -> None:
         """Run each collective once with each root, because NCCL connects ranks only when they first communicate."""
         mine = torch.full((1,), float(self.rank), device=device)

@@ -51,18 +51,19 @@ class ThreadLink:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-link")
 
     def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
-        return _ThreadCopy(self._thread.submit(self._copy, tuple(pairs)))
+        return _ThreadCopy(self._thread.submit(self._copy, list(pairs)))
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def _copy(self, pairs: Sequence[CopyPair]) -> float:
+    def _copy(self, pairs: list[CopyPair]) -> float:
         begin = time.perf_counter()
         for source, target in pairs:
             target.copy_(source)
         if self._bytes_per_second is not None:
             least = sum(source.nbytes for source, _ in pairs) / self._bytes_per_second
             time.sleep(max(0.0, begin + least - time.perf_counter()))
+        pairs.clear()  # the thread must hold no tensor once `wait` has returned, because D frees the source
         return time.perf_counter() - begin
 
 
@@ -124,8 +125,10 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 
 
 class HostBuffers:
-    """Allocates buffers in host memory, and reuses a free buffer for a later copy of the same size.
+    """Allocates buffers in host memory, and reuses free buffers for later copies.
 
+    The size of a buffer is a power of two; torch rounds the size of pinned memory up in the same way. Tensors whose
+    sizes vary from step to step, such as the activations of experts, therefore share buffers of a few sizes.
     `HostBuffers.num_bytes` is the total size of all buffers. A copy may reuse a buffer as soon as `give_back` has freed
     the buffer, because queued copies run in order.
     """
@@ -136,21 +139,22 @@ class HostBuffers:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer of `num_bytes` bytes in host memory.
+        """Return a buffer of at least `num_bytes` bytes in host memory.
 
         Raises:
             HostMemoryError: the host has no memory for the buffer.
         """
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
+        size = 1 << (num_bytes - 1).bit_length()
+        if self._free[size]:
+            return self._free[size].pop()
         try:
-            buffer = self._lane.host_tensor(num_bytes)
+            buffer = self._lane.host_tensor(size)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"the host has no room for {num_bytes} more bytes of activations, beside {self.num_bytes}: "
                 "raise --zero-bubble-memory-limit, or give --zero-bubble-offload off"
             ) from error
-        self.num_bytes += num_bytes
+        self.num_bytes += size
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:

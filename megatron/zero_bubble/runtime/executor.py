@@ -18,7 +18,7 @@ from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, Exchanges
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
-from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
+from megatron.zero_bubble.runtime.stage import PairingStage, Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.steps import Range, Step, StepProgress, new_range, no_range, steps_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -154,11 +154,6 @@ class Executor:
                 self._recorder.end(*ops)
             self._messages.drop_finished_sends()
 
-    @property
-    def num_live_activations(self) -> int:
-        """Number of forwards whose activations F has kept or R has restored, and whose backward has not run."""
-        return len(self._activations) - len(self._recomputation.dropped())
-
     def position(self) -> tuple[int, bool]:
         """Return the index of the current operation, and whether the inputs of this operation have arrived."""
         return self._progress.reached()
@@ -200,7 +195,7 @@ class Executor:
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._backward_inputs(stage, backward)
         self._begin(forward)
-        as_one = getattr(stage, "forward_backward", None)
+        as_one = cast(PairingStage, stage).forward_backward if hasattr(stage, "forward_backward") else None
         output = None if as_one else stage.forward(forward.microbatch, forward.chunk, input_tensor)
         stage.before_gradients(backward)
         defers = backward.kind is OpKind.PB

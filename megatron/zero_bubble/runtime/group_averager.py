@@ -1,14 +1,12 @@
-"""Averages tensors over groups of pipeline replicas, after the iterations that a `Hierarchy` specifies."""
+"""Averages tensors over groups of pipeline replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 _ELEMENTS_AT_ONCE = 40_000_000
 """Largest number of elements that one reduction copies and averages, unless a single tensor has more elements."""
@@ -36,30 +34,15 @@ def groups_of_replicas(
     return own
 
 
-class GroupAverager:
-    """Averages this rank's tensors, in place, with the tensors of the same shapes on other replicas.
+@torch.no_grad()
+def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace tensors by their means over a group of replicas; a collective call of the group.
+
+    As in torch's averagers, each tensor is divided by the group's size before the sum.
 
     Args:
-        groups: group size -> this rank's process group of this size, for each size in the hierarchy.
+        tensors: tensors of the same shapes on all ranks of `group`.
     """
-
-    def __init__(self, hierarchy: Hierarchy, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        self._hierarchy, self._groups = hierarchy, groups
-
-    def average(self, tensors: Iterable[torch.Tensor], iteration: int) -> None:
-        """Average `tensors` over the largest group whose replicas average after `iteration`, if any."""
-        size = self._hierarchy.group_size_after(iteration)
-        if size is not None:
-            _average(tensors, self._groups[size])
-
-    def average_over_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average `tensors` over all replicas, regardless of the iteration."""
-        _average(tensors, self._groups[self._hierarchy.num_replicas])
-
-
-@torch.no_grad()
-def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their means over a group; as in torch's averagers, divide by the group's size, then sum."""
     for part in _parts(tensors):
         mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
         dist.all_reduce(mean, group=group)

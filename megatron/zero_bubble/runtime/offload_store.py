@@ -53,8 +53,8 @@ class OffloadStore:
         pairs = []
         for storage in bundle.storages:
             assert storage.device is not None
-            storage.host = self.buffers.take(storage.device.nbytes)
-            pairs.append(CopyPair(storage.device, storage.host))
+            storage.host = self.buffers.take(storage.num_bytes)
+            pairs.append(CopyPair(storage.device, storage.host[: storage.num_bytes]))
         bundle.copy = self._start(OpKind.D, chunk, pairs)
 
     def wait(self, chunk: int, microbatch: int) -> None:
@@ -75,8 +75,8 @@ class OffloadStore:
         for storage in bundle.storages:
             if storage.device is None:
                 assert storage.host is not None
-                storage.device = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=storage.place)
-                pairs.append(CopyPair(storage.host, storage.device))
+                storage.device = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.place)
+                pairs.append(CopyPair(storage.host[: storage.num_bytes], storage.device))
                 # Copies run in order: this copy reads the host buffer before a later copy overwrites the buffer.
                 self._give_back(storage)
         bundle.copy = self._start(OpKind.H, chunk, pairs)
@@ -123,6 +123,7 @@ class _Storage:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.place = tensor.device
         self.device: torch.Tensor | None = _as_byte_tensor(tensor.untyped_storage(), self.place)
+        self.num_bytes = self.device.nbytes
         self.host: torch.Tensor | None = None
 
     def was_emptied(self) -> bool:

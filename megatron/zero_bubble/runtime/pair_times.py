@@ -49,6 +49,12 @@ def _hidden_share(apart: float, together: float, exchanged: float) -> float:
     return min(1.0, hidden / most)
 
 
+def outside_of_pairs(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
+    """Return the operations of one step that a rank runs alone, not in a pair of a forward and a backward."""
+    paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
+    return [measured for measured in ops if measured.op not in paired]
+
+
 class PairTimes:
     """Collects the durations of the pairs of F and B that one rank runs, over several steps."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
@@ -18,7 +18,7 @@ class PlanningOptions:
 
     Attributes:
         first_step: the first step that is profiled, unless `profile` is given.
-        last_step: the last step that is profiled.
+        last_step: the last step that is profiled; 0 if no step is profiled.
         model: the model's settings on which the costs depend.
         memory_limit: the memory limit of the run; None if the schedule determines its own limit.
         profile: measured costs from which the run plans before the first step.
@@ -32,15 +32,20 @@ class PlanningOptions:
             of the planned order is small.
     """
 
-    first_step: int
-    last_step: int
-    model: Mapping[str, Setting]
+    first_step: int = 0
+    last_step: int = 0
+    model: Mapping[str, Setting] = field(default_factory=dict)
     memory_limit: MemoryLimit | None = None
     profile: Profile | None = None
     threshold: float = 0.0
     limits: tuple[float, ...] | None = None
     megatrons: MegatronsTime | None = None
     tries_own_order: bool = False
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether costs are measured or given."""
+        return self.last_step > 0 or self.profile is not None
 
     @property
     def has_absolute_limit(self) -> bool:

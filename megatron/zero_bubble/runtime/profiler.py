@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio
+from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio, outside_of_pairs
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.analysis import by_result, fused_saving
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
-from megatron.zero_bubble.schedule.pairs import pairs
 
 _Number = TypeVar("_Number", int, float)
 
@@ -70,12 +69,9 @@ class Profiler:
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the operations of one step; for a forward and a backward that ran as a pair, add only the pair's time."""
         self._pairs.add(ops)
-        paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
-        for measured in ops:
+        for measured in outside_of_pairs(ops):
             kind, microbatch, chunk = measured.op
-            if measured.op in paired:
-                continue
             if kind is OpKind.F or kind in BACKWARDS:
                 self._exchanged[chunk, kind].append(measured.exchanged * 1000.0)
             for part, seconds in measured.within:

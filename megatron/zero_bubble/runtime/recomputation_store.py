@@ -21,10 +21,10 @@ class ForwardMode(Enum):
     """Whether a forward keeps or drops the activations of a block of layers."""
 
     KEEP = "keep"
-    """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""
+    """Keep the activations, and pass the block's inputs and outputs to `Blocks.keep`."""
     DROP = "drop"
-    """Drop all activations but the block's input, pass the recomputation to `RecomputationStore.put`, and run the
-    block's backward in a context from the function that `put` returns."""
+    """Drop all activations but the block's input, pass the recomputation to `Blocks.put`, and run the block's backward
+    in a context from the function that `put` returns."""
 
 
 class RecomputationStore:
@@ -51,8 +51,9 @@ class RecomputationStore:
         """Bytes that are kept for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[Any]] = nullcontext
         """Makes a context manager that measures the time that B spends on a recomputation or on weight gradients."""
-        self._dropped: dict[tuple[int, int], _Blocks] = {}
-        self._current: _Blocks | None = None
+        self._dropped: dict[tuple[int, int], Blocks] = {}
+        self.current: Blocks | None = None
+        """The blocks of the F that runs; None outside of an F and inside of `suspended`."""
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
@@ -62,41 +63,24 @@ class RecomputationStore:
             drops: whether the schedule has an R for the microbatch.
             num_groups: number of groups into which the chunk's blocks are divided.
         """
-        assert self._current is None, "an F inside an F"
-        self._current = blocks = _Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
+        assert self.current is None, "an F inside an F"
+        self.current = blocks = Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
         if drops:
             self._dropped[chunk, microbatch] = blocks
         try:
             yield
         finally:
-            self._current = None
+            self.current = None
         self.num_blocks[chunk] = blocks.number
-
-    @property
-    def mode(self) -> ForwardMode | None:
-        """Whether the next block of the current F keeps or drops its activations; None outside of an F."""
-        return None if self._current is None else self._current.mode
-
-    def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Store a block's recomputation, and return a function that makes the context for the block's backward."""
-        assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
-        assert self._current is not None
-        return self._current.put(recomputation)
-
-    def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Record the inputs and outputs of a block that has kept its activations."""
-        assert self.mode is ForwardMode.KEEP, "keep() outside of an F that keeps its activations"
-        assert self._current is not None
-        self._current.keep(inputs, outputs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Disable this store inside the `with` block, which runs a block of layers that is recomputed as a whole."""
-        before, self._current = self._current, None
+        before, self.current = self.current, None
         try:
             yield
         finally:
-            self._current = before
+            self.current = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
         """Restore the dropped activations of the last group of blocks, for one microbatch."""
@@ -119,7 +103,7 @@ class RecomputationStore:
         self._dropped.clear()
 
 
-class _Blocks:
+class Blocks:
     """The blocks of layers that one F runs, in order, and the state of each block."""
 
     def __init__(self, store: RecomputationStore, num_groups: int, usual_number: int | None, *, has_r: bool) -> None:
@@ -136,6 +120,7 @@ class _Blocks:
 
     @property
     def mode(self) -> ForwardMode:
+        """Whether the next block keeps or drops its activations."""
         if self._has_r:
             return ForwardMode.DROP
         if self._num_groups == 1:
@@ -145,12 +130,16 @@ class _Blocks:
         return ForwardMode.KEEP if is_last else ForwardMode.DROP
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
+        """Store a block's recomputation, and return a function that makes the context for the block's backward."""
+        assert self.mode is ForwardMode.DROP, "put() in an F that keeps its activations"
         number = self.number
         self._dropped[number] = recomputation
         self.number += 1
         return partial(self._backward, number)
 
     def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Record the inputs and outputs of a block that has kept its activations."""
+        assert self.mode is ForwardMode.KEEP, "keep() in an F that drops its activations"
         number = self.number
         self.number += 1
         if self._num_groups > 1:

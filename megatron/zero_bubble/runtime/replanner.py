@@ -96,9 +96,10 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return a variant of `schedule` for measuring all costs, or `schedule` itself if the costs are known."""
+        """Return a variant of `schedule` for measuring all costs, or `schedule` itself if nothing is to be measured."""
         self._groups[schedule.num_microbatches] = schedule.groups
-        return schedule if self._profile is not None else measured_variant(schedule, self._plan)
+        is_measured = self._profile is None and self._options.has_costs
+        return measured_variant(schedule, self._plan) if is_measured else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a plan from a profile that was not used for `num_microbatches` yet, or None if the run keeps its plan.
@@ -121,6 +122,8 @@ class Replanner:
             self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
+        if self._profile is None:
+            return None
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
             return None  # a forward and a backward that run as a pair are not measured separately
         if self._is_checked(step):
@@ -131,7 +134,7 @@ class Replanner:
             if self._checked_numbers == {num_microbatches}:
                 new, span = self._corrected(self._measured.add_checked(self._checked), num_microbatches)
                 return self._begin_trial(span, num_microbatches) or new
-        if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
+        if self._trial is None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 

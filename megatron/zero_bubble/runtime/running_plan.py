@@ -27,15 +27,15 @@ class RunningPlan:
 
     Args:
         plan: the first plan of the run.
-        replanner: chooses later plans; without a replanner, the run keeps the first plan.
+        replanner: chooses later plans.
         post_validation: whether the schedules contain the optimizer's steps (STEP and VALIDATE).
     """
 
     def __init__(
-        self, plan: RunSchedules, replanner: Replanner | None, make_executor: MakeExecutor, *, post_validation: bool
+        self, plan: RunSchedules, replanner: Replanner, make_executor: MakeExecutor, *, post_validation: bool
     ) -> None:
         self.plan = plan
-        self._replanner = replanner
+        self.replanner = replanner
         self._make_executor = make_executor
         self._post_validation = post_validation
         self._next_plan: RunSchedules | None = None
@@ -48,7 +48,7 @@ class RunningPlan:
     @property
     def profile(self) -> Profile | None:
         """The latest measured costs; None before a plan is made from measured costs."""
-        return self._replanner.profile if self._replanner is not None else None
+        return self.replanner.profile
 
     def before_step(self, num_microbatches: int) -> None:
         """Replace the current plan if the replanner has chosen a new plan; a collective call before a training step.
@@ -56,9 +56,7 @@ class RunningPlan:
         A plan chosen after a step takes effect only before the next step, because reports between the steps describe
         the last step.
         """
-        if self._replanner is None:
-            return
-        next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
+        next_plan = self.replanner.before_step(num_microbatches) or self._next_plan
         if next_plan is not None:
             assert next_plan.placement == self.plan.placement, "a new plan must keep the placement of stages"
             self.plan, self._next_plan = next_plan, None
@@ -67,16 +65,7 @@ class RunningPlan:
 
     def after_step(self, step: int, num_microbatches: int) -> None:
         """Let the replanner choose the next plan; a collective call after every training step."""
-        if self._replanner is not None:
-            self._next_plan = self._replanner.after_step(step, num_microbatches)
-
-    def let_microbatches_differ(self) -> None:
-        """Plan from the means of measured costs, because the shapes of microbatches vary."""
-        if self._replanner is not None:
-            self._replanner.let_microbatches_differ()
-
-    def measures_memory(self, step: int) -> bool:
-        return self._replanner is not None and self._replanner.measures_memory(step)
+        self._next_plan = self.replanner.after_step(step, num_microbatches)
 
     def executor(
         self,
@@ -128,8 +117,7 @@ class RunningPlan:
                 if not forward_only:
                     raise
                 return self.plan.for_evaluation(num_microbatches)
-        planned = self.plan.schedule(num_microbatches)
-        return planned if self._replanner is None else self._replanner.to_measure(planned)
+        return self.replanner.to_measure(self.plan.schedule(num_microbatches))
 
     def drop_executors(self) -> None:
         """Drop all executors, which refer to the connections between ranks."""
@@ -141,11 +129,11 @@ class RunningPlan:
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
         """Predict the time and the memory of the current schedule; None if the plan was made without measured costs."""
-        if self._replanner is None or self.profile is None:
+        if self.profile is None:
             return None
         key = num_microbatches, self._levels[num_microbatches]
         prediction = self._predictions.get(key)
-        changed = prediction is not None and prediction.megatrons != self._replanner.megatrons
+        changed = prediction is not None and prediction.megatrons != self.replanner.megatrons
         if prediction is None or changed or prediction.profile is not self.profile:
-            prediction = self._predictions[key] = self._replanner.predict(self.schedule(num_microbatches))
+            prediction = self._predictions[key] = self.replanner.predict(self.schedule(num_microbatches))
         return prediction

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.zero_bubble.runtime.least_squares import nonnegative_least_squares
+from megatron.zero_bubble.runtime.pair_times import outside_of_pairs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.analysis import by_result
@@ -55,12 +56,12 @@ class SizeProfile:
         self._sizes[step] = sizes
 
     def collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of a step if the sizes of the step's microbatches were recorded."""
+        """Add the operations of a step outside of pairs, if the sizes of the step's microbatches were recorded."""
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
         restored = {(run.op.chunk, run.op.microbatch): run.held for run in ops if run.op.kind is OpKind.R}
-        for measured in ops:
+        for measured in outside_of_pairs(ops):
             kind, microbatch, chunk = measured.op
             if not KINDS[kind].time:
                 continue

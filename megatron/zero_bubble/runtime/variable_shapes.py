@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.communicator import (
+    Communicator,
+    PendingReceive,
+    PendingSend,
+    TensorSpec,
+    TorchCommunicator,
+)
 
 HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
 """A message header: number of dimensions (at most 64 in torch's operations), their sizes, and zeros as padding."""
@@ -41,7 +47,9 @@ class AnswerSpec:
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
 
 
-def refuse_one_queue(device: torch.device, messages: str = "shapes that vary") -> None:
+def refuse_one_queue(
+    device: torch.device, messages: str = "shapes that vary", environment: Mapping[str, str] = os.environ
+) -> None:
     """Raise `ValueError` on a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     If shapes vary, a receiver that waits for a header posts the receive of the message late, so that the sender waits.
@@ -50,8 +58,9 @@ def refuse_one_queue(device: torch.device, messages: str = "shapes that vary") -
 
     Args:
         messages: describes the messages that need several queues; the first words of the error message.
+        environment: the environment variables of the process that uses the GPU.
     """
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(f"{messages} need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
 
 
@@ -109,6 +118,12 @@ class VariableCommunicator:
             first.posted = self._messages.receive(receive.source, first.shape())
         self._post_known(receive.source)
         return receive.posted
+
+    def close(self) -> None:
+        """Close all channels, which must be those of a `TorchCommunicator`, when no message is in flight."""
+        for communicator in (self._messages, self._headers):
+            assert isinstance(communicator, TorchCommunicator)
+            communicator.close()
 
     def _post_known(self, source: int) -> None:
         """Post in order the receives of a channel that precede the first message of unknown shape."""

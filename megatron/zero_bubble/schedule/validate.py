@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule.kinds import (
     VOCABULARY,
     OpKind,
 )
-from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs
+from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs, forwards_in_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
@@ -58,6 +58,7 @@ def validate(schedule: Schedule) -> None:
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends from one rank to another and the receives of these messages have the same order. All ranks run the
       collectives of vocabulary shards in the same order.
+    - A forward that runs in a pair has no recomputation (R), because it keeps its activations.
     - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
       backward of a pair.
     - STEP and VALIDATE are at positions that `check_post_validation` allows.
@@ -80,6 +81,7 @@ def validate(schedule: Schedule) -> None:
         _check_order(schedule, rank)
         _check_own_rank(schedule, rank, rows)
         check_pairs(schedule, rank)
+        _check_recomputations(schedule, rank)
         check_copies(schedule, rank)
         if schedule.is_lowered:
             _check_messages(schedule, rank, rows)
@@ -212,6 +214,14 @@ def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[in
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]
+
+
+def _check_recomputations(schedule: Schedule, rank: int) -> None:
+    """Check that no R belongs to a forward that runs in a pair."""
+    in_pairs = forwards_in_pairs(schedule, rank)
+    for op in schedule.ops[rank] if in_pairs else ():
+        if op.kind is OpKind.R and (forward := op._replace(kind=OpKind.F)) in in_pairs:
+            raise schedule.invalid(f"rank {rank} runs {op}, but {forward} runs in a pair, which keeps its activations")
 
 
 def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:

@@ -66,10 +66,10 @@ class TimelineWriter:
         lane = [TimedOp(m.op, (m.start - self._offset) * 1000.0, (m.end - self._offset) * 1000.0) for m in self._ops]
         lanes = from_all_ranks(lane, group)
         if dist.get_rank() == 0:
-            schedule = self._source.schedule(num_microbatches).without_communication()
-            profile = self._source.profile
+            schedule = self._source.running.schedule(num_microbatches).without_communication()
+            profile = self._source.running.profile
             costs = None if profile is None else in_memory_unit(profile.costs, 2**20)
-            timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
+            timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.connections.shapes_vary)
             with writing("--zero-bubble-timeline", self._folder):
                 write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import CHUNK_FLAGS, ParallelFlags, flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -144,10 +145,8 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
             "CUDA_LAUNCH_BLOCKING=1 makes a rank wait for every receive when it is posted, which can deadlock the "
             "pipeline: unset it, or send messages through host memory with --zero-bubble-communicator host"
         )
-    if flags.variable_seq_lengths and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "--variable-seq-lengths needs several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1"
-        )
+    if flags.variable_seq_lengths:
+        refuse_one_queue(torch.device("cuda"), "messages with --variable-seq-lengths", environment)
     if flags.timing_log_level > 1:
         raise ValueError(
             f"--timing-log-level {flags.timing_log_level} waits for all work of the device around every "

@@ -14,7 +14,7 @@ from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 
-HIERARCHICAL_SGD, WARMUP = flag_name("hierarchical_sgd"), flag_name("hierarchical_sgd_warmup")
+HIERARCHICAL_SGD, WARMUP = Feature.HIERARCHICAL_SGD.value, flag_name("hierarchical_sgd_warmup")
 
 
 def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
@@ -43,23 +43,10 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
     if hierarchy.num_replicas != replicas:
         raise ValueError(
             f"{HIERARCHICAL_SGD} {text} ends with groups of {hierarchy.num_replicas}, and the job has {replicas} "
-            f"data-parallel replicas: the last group must be all of them, as in {_example(replicas)}"
+            f"data-parallel replicas: the last group must be all of them, as in {replicas}:{replicas}"
         )
     refuse_with_features(flags, [Feature.HIERARCHICAL_SGD])
     return hierarchy
-
-
-def _example(replicas: int) -> str:
-    """An example value of `--hierarchical-sgd` that is valid for a job with `replicas` replicas."""
-    sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
-    levels = [sizes[0]]
-    for size in sizes[1:]:
-        if size % levels[-1] == 0:
-            levels.append(size)
-    return ",".join(f"{size}:{size}" for size in levels)
-
-
-OFFLOAD_FLAG = "--zero-bubble-offload auto"
 
 
 def takes_makespan(flags: JobFlags, name: str) -> bool:
@@ -79,62 +66,48 @@ def check_offload(flags: JobFlags) -> None:
     """Raise `ValueError` if `--zero-bubble-offload auto` lacks a needed flag or contradicts another flag."""
     if not plans_offload(flags):
         return
+    given = Feature.OFFLOAD.value
     if flags.zero_bubble_memory_limit is None:
-        raise ValueError(
-            f"{OFFLOAD_FLAG} needs --zero-bubble-memory-limit: without a limit nothing has to leave the device"
-        )
+        raise ValueError(f"{given} needs --zero-bubble-memory-limit: without a limit nothing has to leave the device")
     if flags.zero_bubble_schedule is not None and flags.zero_bubble_schedule.startswith("file:"):
         raise ValueError(
-            f"{OFFLOAD_FLAG} plans a schedule, but --zero-bubble-schedule {flags.zero_bubble_schedule} gives one: "
+            f"{given} plans a schedule, but --zero-bubble-schedule {flags.zero_bubble_schedule} gives one: "
             "leave one of them out"
         )
     if (flags.zero_bubble_profile_iters or DEFAULT_WINDOW)[1] == 0 and flags.zero_bubble_profile_input is None:
         raise ValueError(
-            f"{OFFLOAD_FLAG} needs measured copies, and --zero-bubble-profile-iters 0 0 measures none: give another "
+            f"{given} needs measured copies, and --zero-bubble-profile-iters 0 0 measures none: give another "
             "START END, or --zero-bubble-profile-input FILE"
         )
     if flags.zero_bubble_microbatch_order == "planned":
         raise ValueError(
-            f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders cannot be "
+            f"{given} and --zero-bubble-microbatch-order planned: leave one out, because orders cannot be "
             "planned together with copies"
         )
-    if flags.recompute is Recompute.FULL:
-        raise ValueError(
-            f"{OFFLOAD_FLAG} and --recompute-granularity full: nothing that is recomputed is copied: give "
-            "--zero-bubble-recompute planned in place of --recompute-granularity, and the plan drops some activations "
-            "and copies others"
-        )
     if flags.use_torch_fsdp2:
-        raise ValueError(f"{OFFLOAD_FLAG}: it would copy the parameters that --use-torch-fsdp2 gathers: leave one out")
+        raise ValueError(f"{given}: it would copy the parameters that --use-torch-fsdp2 gathers: leave one out")
     refuse_with_features(flags, [Feature.OFFLOAD])
-
-
-_PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def check_pairs(flags: JobFlags) -> None:
     """Raise `ValueError` for a flag that does not work with schedules that run F and B as one operation."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
+    given = flag_name("overlap_moe_expert_parallel_comm")
     if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
         raise ValueError(
-            f"{_PAIRS} with --mtp-num-layers {flags.mtp_num_layers} would add the gradients of a weight that embedding "
+            f"{given} with --mtp-num-layers {flags.mtp_num_layers} would add the gradients of a weight that embedding "
             "and output layer share in another order, and round them differently: give "
             "--untie-embeddings-and-output-weights or leave one of the two flags out"
         )
-    if flags.use_torch_fsdp2:
-        raise ValueError(
-            f"{_PAIRS} runs the parts of a layer one by one, without the layer's own forward, which --use-torch-fsdp2 "
-            "needs: leave one of them out"
-        )
     if flags.pairs and flags.zero_bubble_replan_threshold > 0:
         raise ValueError(
-            f"{_PAIRS} runs a forward and a backward as one operation, whose times --zero-bubble-replan-threshold "
+            f"{given} runs a forward and a backward as one operation, whose times --zero-bubble-replan-threshold "
             f"{flags.zero_bubble_replan_threshold} cannot compare: leave one of them out"
         )
 
 
-POST_VALIDATION = "--zero-bubble-post-validation"
+POST_VALIDATION = Feature.POST_VALIDATION.value
 INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 

@@ -95,6 +95,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     fp4: str | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    moe_input_jitter_eps: float | None = None
     untie_embeddings_and_output_weights: bool = False
     make_vocab_size_divisible_by: int = 128
     calculate_per_token_loss: bool = False
@@ -167,9 +168,9 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return MemoryLimit(1.0, None, is_interleaved, self.overlap_moe_expert_parallel_comm, size)
 
     @property
-    def averages_experts_over_microbatches(self) -> bool:
-        """Whether the experts' auxiliary loss averages over microbatches, and so depends on the microbatch order."""
-        return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
+    def moe_router_load_balancing_type(self) -> Setting:
+        """The kind or kinds of the experts' auxiliary loss; None without experts."""
+        return self.given_model.get("moe_router_load_balancing_type")
 
     @property
     def pairs(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
+from megatron.zero_bubble.mcore.refusals import works_with
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner import Plan, all_placements, placement_for, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
@@ -266,8 +268,8 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     """The candidate kinds of recomputation; only one if flags set the kind or exclude planned recomputation."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
-    is_impossible = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
-    if is_given or is_impossible or flags.averages_experts_over_microbatches:
+    is_impossible = flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
+    if is_given or is_impossible or not works_with(flags, Feature.PLANNED_RECOMPUTATION):
         return (flags.recompute,)
     if flags.pattern is not None:
         from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from megatron.zero_bubble.mcore.refusals import refuse_with_features
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, in_peaks
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
@@ -76,10 +78,10 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a rank runs on a chunk before it runs the next chunk; None if the planner may choose.
 
-    With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
-    the forwards of a rank. If dropout depends on the order of forwards, a job with interleaved chunks keeps
-    megatron-core's order, and so draws the same random numbers as megatron-core. By default, megatron-core's microbatch
-    group size equals the number of pipeline ranks.
+    Without `--zero-bubble-seed-by-layer`, the random numbers of dropout and of `--moe-input-jitter-eps` depend on the
+    order of the forwards of a rank. A job that draws such numbers and has interleaved chunks keeps megatron-core's
+    order, and so draws the same random numbers as megatron-core. By default, megatron-core's microbatch group size
+    equals the number of pipeline ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
@@ -100,12 +102,13 @@ def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _draws_in_order(flags: JobFlags) -> bool:
-    """Whether the random numbers of dropout depend on the order of the forwards of a rank."""
-    return bool(flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
+    """Whether forwards draw random numbers that depend on the order of the forwards of a rank."""
+    draws = flags.attention_dropout or flags.hidden_dropout or flags.moe_input_jitter_eps
+    return bool(draws) and not flags.zero_bubble_seed_by_layer
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
-    """A log line if the memory limit changes the order of forwards and so the random numbers of dropout; else empty."""
+    """A log line if the memory limit changes the order of forwards and so their random numbers; else empty."""
     placement, size = schedule.placement, group_size(flags, schedule.placement)
     if placement.kind != "interleaved" or size is None or not _draws_in_order(flags):
         return ""
@@ -120,7 +123,7 @@ def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
         return ""
     return (
         f" > {limit_flag(flags)}: megatron-core's order of forwards, in groups of {size} microbatches, needs more "
-        "memory; in the planned order dropout draws other random numbers, unless --zero-bubble-seed-by-layer is given"
+        "memory; in the planned order forwards draw other random numbers, unless --zero-bubble-seed-by-layer is given"
     )
 
 
@@ -133,13 +136,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
         value = getattr(flags, field)
         if value is not None:
             raise ValueError(f"{given} lets the schedule choose recomputation: leave out {flag_name(field)} {value}")
-    if flags.fp8 or flags.fp4:
-        raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
-    if flags.averages_experts_over_microbatches:
-        raise ValueError(
-            f"{given}: --moe-router-load-balancing-type global_aux_loss averages over microbatches in their order, but "
-            "a recomputation may follow a later forward: give --recompute-granularity full, or aux_loss"
-        )
+    refuse_with_features(flags, [Feature.PLANNED_RECOMPUTATION])
     if name.startswith(SCHEDULE_FILE):
         raise ValueError(
             f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"

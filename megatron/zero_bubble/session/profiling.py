@@ -8,11 +8,12 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.files import read_file, reading, write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
-from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags
+from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 from megatron.zero_bubble.session.start_up import writing
@@ -34,11 +35,18 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
 
 
 def planning_options(
-    flags: JobFlags, placement: Placement, *, chooses_layout: bool = False, profile: Profile | None = None
-) -> PlanningOptions | None:
-    """The `PlanningOptions` of the job; None if the job neither measures costs nor plans from a profile.
+    flags: JobFlags,
+    placement: Placement,
+    partition: Partition,
+    *,
+    chooses_layout: bool = False,
+    profile: Profile | None = None,
+) -> PlanningOptions:
+    """The `PlanningOptions` of the job; the defaults if the job neither measures costs nor plans from a profile.
 
     Args:
+        partition: the number of layers of every stage of the job. The flags cannot give the partition: they may contain
+            both a layout and the flags from which `job_settings` made the layout.
         chooses_layout: whether the job, or the job whose checkpoint it loads, chooses the layout from costs of layers.
         profile: the profile from `--zero-bubble-profile-input`; None without this flag, or if a layout was chosen that
             differs from the profile's layout.
@@ -50,14 +58,14 @@ def planning_options(
     if profile is not None and not chooses_layout:
         with _reading_profile(flags):
             model = dict(flags.model)
-            if profile.placement == placement and partition_of_profile(profile) == partition_of_flags(flags, placement):
+            if (profile.placement, partition_of_profile(profile)) == (placement, partition):
                 for name in ("pipeline_model_parallel_layout", *WITHOUT_PARTITION):
                     model.pop(name, None)  # different flags can give the stages the same layers
             profile.check_fits(placement, model, flags.recompute)
     if profile is None:
         _check_measured(flags, window, None if chooses_layout else limit)
         if window is None:
-            return None
+            return PlanningOptions()
     first, last = window or (0, 0)
     return PlanningOptions(
         first_step=first,
@@ -97,7 +105,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
             )
 
 
-def restored_text(flags: JobFlags, planning: PlanningOptions | None, folder: str) -> str:
+def restored_text(flags: JobFlags, planning: PlanningOptions, folder: str) -> str:
     """Log lines of a job that restores its layout from `folder`: the layout's origin, and flags without effect."""
     lines = [f" > layout: that of the checkpoint in --load {folder}"]
     profile, unit_costs, limit = (
@@ -105,9 +113,9 @@ def restored_text(flags: JobFlags, planning: PlanningOptions | None, folder: str
         flags.zero_bubble_unit_costs_output,
         flags.memory_limit,
     )
-    if profile is not None and (planning is None or planning.profile is None):
+    if profile is not None and planning.profile is None:
         lines.append(f" > --zero-bubble-profile-input {profile} has no effect: it was measured with another layout")
-    if planning is None and limit is not None and limit.multiple is None:
+    if not planning.has_costs and limit is not None and limit.multiple is None:
         lines.append(
             f" > {limit_flag(flags)}: schedules keep to 1F1B's peak, because --zero-bubble-profile-iters 0 0 measures "
             "no costs"
@@ -130,6 +138,17 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     return (
         f" > {missing}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
         "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
+    )
+
+
+def unused_window(flags: JobFlags, planning: PlanningOptions) -> str | None:
+    """A log line if a given profile replaces the measurement that `--zero-bubble-profile-iters` asks for; else None."""
+    window = flags.zero_bubble_profile_iters
+    if planning.profile is None or window is None or profile_window(flags) is None:
+        return None
+    return (
+        f" > --zero-bubble-profile-iters {' '.join(map(str, window))}: no iteration is profiled, because "
+        f"--zero-bubble-profile-input {flags.zero_bubble_profile_input} has the costs"
     )
 
 

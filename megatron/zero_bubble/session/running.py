@@ -45,7 +45,7 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
 from megatron.zero_bubble.session.plans import other_numbers_line
 from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.profiling import report_plan, too_short_to_profile
+from megatron.zero_bubble.session.profiling import report_plan, too_short_to_profile, unused_window
 from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0, without_gain
 from megatron.zero_bubble.session.settings import JobSettings
 
@@ -65,13 +65,14 @@ def run_plan(
     """
     assert job.plan is not None
     flags = job.flags
-    if warning := too_short_to_profile(flags, iteration):
-        print_rank_0(warning)
+    for line in (too_short_to_profile(flags, iteration), unused_window(flags, job.planning)):
+        if line is not None:
+            print_rank_0(line)
     if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
 
     def warn_of_order(schedule: Schedule) -> None:
-        if line := other_numbers_line(flags, schedule):
+        if flags.rank == 0 and (line := other_numbers_line(flags, schedule)):
             print_rank_0(line)
 
     def report(plan: Report) -> None:
@@ -79,7 +80,7 @@ def run_plan(
         warn_of_order(plan.prediction.schedule)
         write_plan(plan)
 
-    if job.plan.adapts:
+    if job.plan.adapts and flags.rank == 0:  # other ranks need not plan this schedule
         warn_of_order(job.plan.schedule(flags.most_microbatches))
     return ForwardBackward(
         job.plan,
@@ -201,7 +202,8 @@ def build_post_validation(
         )
     except ValueError as error:
         raise ValueError(f"{INVERSE}: {error}: {USE_SNAPSHOT}") from error
-    print_rank_0(gain_of_post_validation(flags, plan))
+    if flags.rank == 0:
+        print_rank_0(gain_of_post_validation(flags, plan))
     return PostValidation(optimizer, rollback, model)
 
 
@@ -270,10 +272,10 @@ class Replicas:
         """Average parameters if hierarchical SGD averages after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
         if self._averaging is not None:
-            if self._averaging.hierarchy.is_local(iteration):
-                size = self._averaging.hierarchy.group_size_after(iteration) or 1
             with self._waits.measured():
-                self._averaging.after_step(iteration)
+                averaged = self._averaging.after_step(iteration)
+            if self._averaging.hierarchy.is_local(iteration):
+                size = averaged
         if self._num_replicas > 1:
             self._waits.end_iteration(size)
 

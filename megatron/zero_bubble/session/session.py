@@ -94,7 +94,7 @@ class Session:
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
         """Return a session that only builds models; their backward is split into B and W only if `store` is given."""
-        session = cls(JobSettings(flags, None, placement, (), None), "")
+        session = cls(JobSettings(flags, None, placement, ()), "")
         session.store = store
         return session
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
@@ -34,7 +34,8 @@ class JobSettings:
         plan: the `RunSchedules` that makes the schedules; None for megatron-core's own schedule.
         placement: the assignment of the stages to the ranks.
         partition: the number of layers of every stage, in model order.
-        planning: options for measuring costs and planning from costs; None if costs are neither measured nor given.
+        planning: options for measuring costs and planning from costs; the defaults if costs are neither measured nor
+            given.
         is_layout_open: whether partition, placement and chunks are still to be chosen.
         hierarchy: group sizes and periods for averaging replicas; None if replicas reduce gradients in every step.
     """
@@ -43,7 +44,7 @@ class JobSettings:
     plan: RunSchedules | None
     placement: Placement
     partition: Partition
-    planning: PlanningOptions | None
+    planning: PlanningOptions = field(default_factory=PlanningOptions)
     is_layout_open: bool = False
     hierarchy: Hierarchy | None = None
 
@@ -103,7 +104,7 @@ def job_settings(
     check_post_validation(flags)
     check_stall_timeout(flags)
     check_environment(flags, environment, has_cuda)
-    settings = JobSettings(flags, plan, placement, partition, None, is_open, hierarchy_of(flags))
+    settings = JobSettings(flags, plan, placement, partition, is_layout_open=is_open, hierarchy=hierarchy_of(flags))
     return settings if plan is None else _with_planning(settings, plan, choice)
 
 
@@ -117,14 +118,15 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
         plan = plan.requesting(**known)
     chooses_layout = settings.is_layout_open or choice is not None
-    planning = planning_options(flags, settings.placement, chooses_layout=chooses_layout, profile=profile)
-    if planning is not None:
-        if choice is not None:
-            planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
-        if flags.zero_bubble_schedule is None:
-            is_own_layout = choice is None or choice.is_megatrons_split
-            can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open
-            planning = replace(planning, tries_own_order=can_compare)
+    planning = planning_options(
+        flags, settings.placement, settings.partition, chooses_layout=chooses_layout, profile=profile
+    )
+    if choice is not None:
+        planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
+    if flags.zero_bubble_schedule is None:
+        is_own_layout = choice is None or choice.is_megatrons_split
+        can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open
+        planning = replace(planning, tries_own_order=can_compare)
     return replace(settings, plan=plan, planning=planning)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -13,12 +14,13 @@ from megatron.zero_bubble.schedule.analysis import by_result, causes, fused_savi
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.kinds import TIMES
+from megatron.zero_bubble.schedule.pairs import pairs
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Widths in pixels of the margins of a drawing, of an average operation, and of the widest drawing."""
 _UNKNOWN = 1e-6
-"""Cost in milliseconds of an F, B or W that did not run; costs must be above zero."""
+"""Cost in milliseconds of an F, B or W that was neither measured nor profiled; costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
@@ -90,25 +92,57 @@ def _last_runs(lane: Sequence[TimedOp]) -> list[TimedOp]:
 
 
 def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> StageCosts:
+    """Costs with the mean times of the operations that did not run in a pair of a forward and a backward.
+
+    If a stage ran its F, B or W only in pairs, the time of `profiled` remains. Without `profiled`, the F and the
+    backward of a pair count half of the pair's time each.
+    """
     placement = schedule.placement
-    samples: dict[tuple[OpKind, int], list[float]] = {}
+    samples: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+    halves: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     for rank, lane in enumerate(lanes):
-        for op, start, end in lane:
-            samples.setdefault((op.kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
+        times = {op: end - start for op, start, end in lane}
+        for pair in pairs([timed.op for timed in lane]):
+            half = sum(map(times.pop, pair)) / 2
+            for op in pair:
+                halves[op.kind, placement.stage_of(rank, op.chunk)].append(half)
+        for op, time in times.items():
+            samples[op.kind, placement.stage_of(rank, op.chunk)].append(time)
+    if profiled is None:
+        for key, values in halves.items():
+            samples.setdefault(key, values)
+        profiled = StageCosts.uniform(placement.num_stages, _UNKNOWN, _UNKNOWN, _UNKNOWN, 0, 0, 0, 0)
     means: list[dict[OpKind, float]] = [{} for _ in range(placement.num_stages)]
     for (kind, stage), values in samples.items():
         means[stage][kind] = statistics.fmean(values)
+    return _with_means(profiled, means)
+
+
+def _with_means(costs: StageCosts, means: Sequence[Mapping[OpKind, float]]) -> StageCosts:
+    """Replace the times of the kinds of operations that were measured; F, B and W that were not measured keep theirs.
+
+    Args:
+        means: for each stage, the mean times of the measured kinds of operations.
+    """
     stages = [by_result(mean) for mean in means]
     times = {
-        name: tuple(stage.get(kind, 0.0 if name in OPTIONAL else _UNKNOWN) for stage in stages)
+        name: tuple(
+            stage.get(kind, 0.0 if name in OPTIONAL else known)
+            for stage, known in zip(stages, getattr(costs, name), strict=True)
+        )
         for name, kind in TIMES.items()
     }
-    times["saved_bw"] = tuple(
-        fused_saving(mean.get(OpKind.BW, 0.0), b, w)
-        for mean, b, w in zip(means, times["time_b"], times["time_w"], strict=True)
+    saved = (
+        fused_saving(mean[OpKind.BW], b, w) if OpKind.BW in mean else min(known, w / 2)
+        for mean, b, w, known in zip(means, times["time_b"], times["time_w"], costs.saved_bw, strict=True)
     )
-    free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
-    return replace(profiled or free, **times)
+    return replace(
+        costs,
+        **times,
+        saved_bw=tuple(saved),
+        all_to_all_f=tuple(map(min, costs.all_to_all_f, times["time_f"])),
+        all_to_all_b=tuple(map(min, costs.all_to_all_b, times["time_b"])),
+    )
 
 
 def idle_table(timeline: Timeline) -> str:

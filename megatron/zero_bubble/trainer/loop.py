@@ -152,7 +152,7 @@ class Trainer:
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
             batch_size=batch_size,
-            prediction=None if predictor is None else predictor.prediction(num_microbatches),
+            prediction=None if predictor is None else predictor.running.prediction(num_microbatches),
             is_local=is_local,
         )
         if self._session.post_validation is None:
@@ -212,7 +212,7 @@ class Trainer:
         if result.mean_step is not None:
             assert self._zero_bubble is not None
             measured = self._zero_bubble.measured_time(result.mean_step)
-            result = replace(result, measured=measured, orders=self._zero_bubble.take_order_times())
+            result = replace(result, measured=measured, orders=self._zero_bubble.step_plans.take_times())
         if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)

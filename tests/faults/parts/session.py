@@ -52,8 +52,8 @@ FAULTS = (
     Fault(
         name="attention-dropout-forgotten-in-group-size",
         file="session/plans.py",
-        old="    return bool(flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer",
-        new="    return bool(flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer",
+        old="    draws = flags.attention_dropout or flags.hidden_dropout or flags.moe_input_jitter_eps",
+        new="    draws = flags.hidden_dropout or flags.moe_input_jitter_eps",
         effect=(
             "With attention dropout alone, an interleaved plan may change the order of forwards, so that its "
             "losses differ from megatron-core's."
