@@ -66,7 +66,7 @@ class PlanningFlags(TableFlags):
     problems: int = flag("problems of each placement", 200, parse=at_least(1), metavar="N")
     scale: bool = flag("plan large problems, and measure the time and memory that planning takes", False)
     schedule: list[str] | None = flag(
-        "with --scale: schedule to plan in place of these problems; repeat for more", action="append", metavar="NAME"
+        "with --scale: schedule to plan, in place of large problems; repeat for more", action="append", metavar="NAME"
     )
     size: list[tuple[int, int]] | None = flag(
         "with --schedule: ranks x microbatches; repeat for more (default: 8x64, 16x128, 32x256, 64x512)",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.emulation.arguments import EmulationFlags
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
-from megatron.zero_bubble.cli.shared_flags import limit_of_ranks
+from megatron.zero_bubble.cli.shared_flags import single_or_per_rank
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.schedule import ScheduleError, StageCosts, Timeline, simulate
@@ -57,7 +57,7 @@ def _with_costs(
         costs=costs,
         num_chunks=schedule.num_chunks,
         placement_kind=schedule.placement.kind,
-        memory_limit=limit_of_ranks(flags.memory_limit),
+        memory_limit=single_or_per_rank(flags.memory_limit),
         group_size=flags.microbatch_group_size if schedule.placement.kind == "interleaved" else None,
         takes_makespan=takes_makespan,
     )

@@ -136,7 +136,7 @@ def test_transformer_engine_that_is_not_installed_is_one_line(monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron.zero_bubble.mcore.transformer_engine.version", no_version)
     line = one_line_mistake(main, ["--transformer-impl", "transformer_engine"], capsys)
-    assert "argument --transformer-impl: Transformer Engine is not installed: use local" in line
+    assert "--transformer-impl transformer_engine: Transformer Engine is not installed: use local" in line
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_model_is_configured(
 ) -> None:
     has_cuda = "--fp8-format" in changes
     if has_cuda:
-        monkeypatch.setattr("megatron.zero_bubble.trainer.checks.check_implementation", lambda flags: None)
+        monkeypatch.setattr("megatron.zero_bubble.trainer.checks.check_implementation", lambda transformer_impl: None)
         monkeypatch.setattr("megatron.zero_bubble.trainer.checks.check_devices", lambda *arguments: None)
     args = checked(changes, has_cuda=has_cuda)
     config = transformer_config(args, 1, None)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.session.output_places import check_outputs
-from megatron.zero_bubble.trainer.output_folders import check_output
+from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
+from megatron.zero_bubble.trainer.output_folders import check_checkpoint_and_numerics
 from tests.checked_flags import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
@@ -43,7 +43,7 @@ def refusal(name: str, value: Path) -> str:
 @pytest.mark.parametrize("name", ["--load", *FOLDERS, *FILES])
 def test_an_empty_name_as_of_an_unset_variable(name: str) -> None:
     given = replace(checked(PLANNED), **{name.lstrip("-").replace("-", "_"): ""})
-    check = check_outputs if name.startswith("--zero-bubble") else check_output
+    check = check_zero_bubble_outputs if name.startswith("--zero-bubble") else check_checkpoint_and_numerics
     with pytest.raises(ValueError, match=f"^{name} '' names no place: give a path, or leave the flag out$"):
         check(given)
 

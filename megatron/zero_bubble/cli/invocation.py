@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from megatron.zero_bubble.cli.output import deliver
@@ -168,3 +169,9 @@ def _parsed_number(word: str) -> float:
     if value and not _SMALLEST <= abs(value) <= _LARGEST:
         raise argparse.ArgumentTypeError(f"expected a number from {_SMALLEST:g} to {_LARGEST:g}, got {word}")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def value_of(name: str, words: Sequence[str]) -> str | None:
+    """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    return next((after for before, after in reversed([*pairwise(apart)]) if before == name), None)

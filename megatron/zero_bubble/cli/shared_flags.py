@@ -192,8 +192,8 @@ class LimitFlags(CommandFlags):
     )
 
 
-def limit_of_ranks(limit: Sequence[float] | None) -> float | Sequence[float] | None:
-    """Return a memory limit as one number for all ranks, if `limit` has one number, or as one number for each rank."""
+def single_or_per_rank(limit: Sequence[float] | None) -> float | Sequence[float] | None:
+    """Return the number in a limit with one number for all ranks; otherwise the limit, with a number for each rank."""
     return limit[0] if limit is not None and len(limit) == 1 else limit
 
 

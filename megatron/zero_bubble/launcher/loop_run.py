@@ -19,7 +19,7 @@ from megatron.zero_bubble.launcher.script_settings import chunks_asked, flags_of
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.output_places import check_outputs
+from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
@@ -92,7 +92,8 @@ class LoopRun:
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
-            check_outputs(flags)
+            if flags.rank == 0:
+                check_zero_bubble_outputs(flags)
             session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
             session.make_schedules()
         placement, built = session.job.placement, flags.model_chunks or 1

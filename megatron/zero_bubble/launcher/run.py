@@ -23,7 +23,7 @@ from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
-from megatron.zero_bubble.session.output_places import check_outputs
+from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, wait_fields
 from megatron.zero_bubble.session.run_summary import RunSummary
 from megatron.zero_bubble.session.session import Session
@@ -54,8 +54,9 @@ class Run:
             refuse_script_settings(script, job.flags, job.placement.kind)
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
-            check_implementation(job.flags)
-            check_outputs(job.flags)
+            check_implementation(job.flags.transformer_impl)
+            if job.flags.rank == 0:
+                check_zero_bubble_outputs(job.flags)
             self.session = Session(job, PROGRAM)
         self.sessions = [self.session]
         self._built: list[torch.nn.Module] = []

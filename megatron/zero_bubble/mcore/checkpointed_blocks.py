@@ -73,7 +73,7 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
         if store is None or store.current is None:
             yield
             return
-        run_block = partial(_run_block, store, store.current, random.CheckpointFunction)
+        run_block = partial(_run_block, store.current, random.CheckpointFunction)
         with replaced(random, "CheckpointFunction", SimpleNamespace(apply=run_block)):
             yield
 
@@ -99,7 +99,6 @@ def _further_layers_checkpointed() -> AbstractContextManager[None]:
 
 
 def _run_block(
-    store: RecomputationStore,
     blocks: Blocks,
     original: Any,
     run: Callable[..., Any],
@@ -112,8 +111,8 @@ def _run_block(
     """
     with replaced(random, "CheckpointFunction", original):
         if blocks.mode is ForwardMode.DROP:
-            return _DroppedBlock.apply(store, blocks, run, distribute_saved, *inputs)
-        with store.suspended():
+            return _DroppedBlock.apply(blocks, run, distribute_saved, *inputs)
+        with blocks.suspended():
             outputs = run(*inputs)
         blocks.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
         return outputs
@@ -123,10 +122,8 @@ class _DroppedBlock(torch.autograd.Function):
     """Runs a block's forward without keeping activations. R or B recomputes the activations for the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, store: RecomputationStore, blocks: Blocks, run: Any, distribute_saved: bool, *inputs: Any
-    ) -> Any:
-        with store.suspended():
+    def forward(ctx: Any, blocks: Blocks, run: Any, distribute_saved: bool, *inputs: Any) -> Any:
+        with blocks.suspended():
             outputs = random.CheckpointFunction.forward(ctx, run, distribute_saved, *inputs)
         ctx.recomputed = None
         # Saved tensors may be copies, if saved-tensor hooks pack them.
@@ -148,7 +145,7 @@ class _DroppedBlock(torch.autograd.Function):
             torch.autograd.Variable._execution_engine.run_backward(
                 edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        return None, None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
+        return None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
 
 
 def _recompute(ctx: Any) -> None:

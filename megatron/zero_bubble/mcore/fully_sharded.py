@@ -199,7 +199,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 yield from (gradient for gradient in gradients if gradient is not None)
 
     def zero_grad_buffer(self) -> None:
-        """Drop the gradients that are not reduced yet, as DDP's method of this name zeroes DDP's sums of gradients."""
+        """Drop all gradients that are not reduced yet; in DDP, this method sets the sums of gradients to zero."""
         self._sums.clear()
         self._num_ready.clear()
         for parameter in (each for group in self._groups for each in group.fsdp_params):

@@ -133,7 +133,7 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
 
 
 def module_of(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
-    """Return the module of layer `index`, where it is; a layer that is built from a spec is built on `device`.
+    """Return the module of layer `index` on its present device; a layer that is built from a spec is on `device`.
 
     A layer built from a spec has the same weights on every rank.
 

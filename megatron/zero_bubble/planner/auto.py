@@ -71,9 +71,9 @@ def _recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedul
     keeping = problem.keeping_everything()
     candidates, costs, refused = [], [], []
 
-    def offer(every: Problem) -> None:
+    def offer(variant: Problem) -> None:
         try:
-            candidates.append(best(every))
+            candidates.append(best(variant))
         except Infeasible as error:
             refused.append(error)
         else:
@@ -84,9 +84,9 @@ def _recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedul
         if costs and not is_quick and not _lacks_memory(keeping, costs[0] * (1 - 1e-9), best):
             return candidates[0]
     problem.check_feasible()
-    for every in (problem, full)[: 1 if is_quick else 2]:
-        if not costs or every.bound_if_fused < min(costs):
-            offer(every)
+    for variant in (problem, full)[: 1 if is_quick else 2]:
+        if not costs or variant.bound_if_fused < min(costs):
+            offer(variant)
     if not candidates:
         raise refused[0]
     longest = min(costs) + tolerance(min(costs))

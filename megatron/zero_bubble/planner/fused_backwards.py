@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron.zero_bubble.planner.portfolio import judged_timeline
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
-from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.timeline import Timeline
@@ -37,7 +35,12 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     """
     if not any(request.stage_costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
         return schedule
-    problem = Problem.of(request, request.limits or (LARGEST,) * request.num_ranks)
+    problem = Problem.solved_by(
+        schedule,
+        request.stage_costs,
+        overlap_communication=request.overlap_communication,
+        takes_makespan=request.is_judged_by_makespan,
+    )
 
     def simulated(joined: Iterable[frozenset[Op]]) -> Timeline:
         return problem.simulated(_joined(schedule, list(joined)))
@@ -46,7 +49,8 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     everywhere = [_followed_by_w(lane, schedule.num_microbatches) for lane in schedule.ops]
     without_delay = [ops & unhurried for ops, unhurried in zip(everywhere, _unhurried(apart), strict=True)]
     timelines = (apart, simulated(without_delay), simulated(everywhere))
-    return min(timelines, key=lambda timeline: judged_timeline(timeline, problem)).schedule
+    # Fused backwards do not change the slowdown by varying durations.
+    return min(timelines, key=lambda timeline: problem.judged(timeline.cost, timeline.makespan)).schedule
 
 
 def with_separate_backwards(schedule: Schedule) -> Schedule:

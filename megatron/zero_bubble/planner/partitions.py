@@ -64,8 +64,8 @@ class Balance:
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         self._shard_work = model.shard_work
-        self._recomputes = any_r = recompute is not Recompute.NONE
-        full = recompute is Recompute.FULL
+        full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
+        self._recomputes = any_r
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._recomputed = _Sums(model, lambda unit: full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)

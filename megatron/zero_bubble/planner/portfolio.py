@@ -23,7 +23,6 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
-from megatron.zero_bubble.schedule.timeline import Timeline
 
 NUM_PLANS = 3
 """Number of plans, the best first, on which the local search spends at least half of its budget."""
@@ -171,8 +170,9 @@ class Portfolio:
                 for plan in search(whole).plans[:1]:
                     schedule = schedule_of_orders(whole, plan.orders)
                     for delay in delays(schedule, problem.costs):
-                        overlap = problem.overlap_communication
-                        [inserted] = with_vocabulary(schedule, problem.costs, [delay], overlap_communication=overlap)
+                        [inserted] = with_vocabulary(
+                            schedule, problem.costs, [delay], overlap_communication=problem.overlap_communication
+                        )
                         self.in_order(orders_of_schedule(problem, inserted))
 
     def fit(self, search: Callable[[Problem], Portfolio]) -> None:
@@ -222,11 +222,7 @@ def cost_of(schedule: Schedule, problem: Problem) -> float:
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
     """Simulate a schedule; return the time by which schedules are compared, and the time that decides ties."""
-    return judged_timeline(problem.simulated(schedule), problem)
-
-
-def judged_timeline(timeline: Timeline, problem: Problem) -> tuple[float, float]:
-    """The result of `judged` for the schedule of a timeline."""
+    timeline = problem.simulated(schedule)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
 

@@ -151,7 +151,7 @@ class HostBuffers:
             buffer = self._lane.host_tensor(size)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
-                f"the host has no room for {num_bytes} more bytes of activations, beside {self.num_bytes}: "
+                f"the host has no room for {size} more bytes of activations, beside {self.num_bytes}: "
                 "raise --zero-bubble-memory-limit, or give --zero-bubble-offload off"
             ) from error
         self.num_bytes += size

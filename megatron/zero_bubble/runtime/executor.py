@@ -18,7 +18,7 @@ from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, Exchanges
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
-from megatron.zero_bubble.runtime.stage import PairingStage, Stage, SteppingStage, VocabularyStage
+from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.steps import Range, Step, StepProgress, new_range, no_range, steps_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -195,7 +195,7 @@ class Executor:
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._backward_inputs(stage, backward)
         self._begin(forward)
-        as_one = cast(PairingStage, stage).forward_backward if hasattr(stage, "forward_backward") else None
+        as_one = getattr(stage, "forward_backward", None)
         output = None if as_one else stage.forward(forward.microbatch, forward.chunk, input_tensor)
         stage.before_gradients(backward)
         defers = backward.kind is OpKind.PB

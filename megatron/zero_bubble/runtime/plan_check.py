@@ -9,7 +9,6 @@ from operator import add
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate
-from megatron.zero_bubble.schedule.costs import EXCHANGES
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
@@ -52,9 +51,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Sch
     }
     stages = zip(measured.time_r, planned.time_r, measured.time_f, planned.time_f, strict=True)
     times["time_r"] = tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages)
-    # The planned times of exchanges are kept, but never exceed the times of F and B, which contain them.
-    exchanged = {part: tuple(map(min, getattr(planned, part), times[whole])) for part, whole in EXCHANGES.items()}
-    corrected = replace(planned, saved_bw=(), **times, **exchanged)
+    corrected = replace(planned, saved_bw=(), **times, **planned.exchanges_within(times))
     saved = zip(measured.saved_bw, corrected.saving_as(planned).saved_bw, strict=True)
     return replace(corrected, saved_bw=tuple(new or old for new, old in saved))
 

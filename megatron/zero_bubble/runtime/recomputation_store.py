@@ -118,6 +118,10 @@ class Blocks:
         self.number = 0
         """Number of blocks that the F has run so far."""
 
+    def suspended(self) -> AbstractContextManager[None]:
+        """See `RecomputationStore.suspended`."""
+        return self._store.suspended()
+
     @property
     def mode(self) -> ForwardMode:
         """Whether the next block keeps or drops its activations."""

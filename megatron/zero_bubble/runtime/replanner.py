@@ -98,8 +98,8 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return a variant of `schedule` for measuring all costs, or `schedule` itself if nothing is to be measured."""
         self._groups[schedule.num_microbatches] = schedule.groups
-        is_measured = self._profile is None and self._options.has_costs
-        return measured_variant(schedule, self._plan) if is_measured else schedule
+        measures = self._profile is None and self._options.has_costs
+        return measured_variant(schedule, self._plan) if measures else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a plan from a profile that was not used for `num_microbatches` yet, or None if the run keeps its plan.

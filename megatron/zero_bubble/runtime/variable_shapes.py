@@ -120,7 +120,7 @@ class VariableCommunicator:
         return receive.posted
 
     def close(self) -> None:
-        """Close all channels, which must be those of a `TorchCommunicator`, when no message is in flight."""
+        """Close the channels of messages and headers, each a `TorchCommunicator`, when no message is in flight."""
         for communicator in (self._messages, self._headers):
             assert isinstance(communicator, TorchCommunicator)
             communicator.close()

@@ -211,6 +211,10 @@ class StageCosts:
         """Costs in which W is shorter by `saved_bw`; lower bounds from these costs also hold for schedules with BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
+    def exchanges_within(self, times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+        """The times of exchanges between experts, cut to the given times of F and B, which contain them."""
+        return {part: tuple(map(min, getattr(self, part), times[whole])) for part, whole in EXCHANGES.items()}
+
     def recomputing_in_backward(self) -> StageCosts:
         """Return the costs of a schedule in which B recomputes the activations that F drops, without a separate R."""
         return replace(
@@ -286,10 +290,8 @@ class StageCosts:
         for name in VOCABULARY_COSTS:
             per_rank = getattr(self, name)[: placement.num_ranks]
             per_stage[name] = (*per_rank, *[0] * (placement.num_stages - placement.num_ranks))
-        comm = []
-        for here, there in pairwise(ranks):
-            is_edge = abs(here - there) == 1
-            comm.append(self.time_comm[min(here, there)] if is_edge else max(self.time_comm, default=0))
+        slowest = max(self.time_comm, default=0)
+        comm = (self.time_comm[min(pair)] if abs(sub(*pair)) == 1 else slowest for pair in pairwise(ranks))
         return replace(self, **per_stage, time_comm=tuple(comm))
 
     def whole_ranks(self, placement: Placement) -> StageCosts:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import EXCHANGES, StageCosts
 
-SHORTEST = 1e-12
-"""Shortest time of F, B and W, as a multiple of the time for a microbatch of the usual size; curves may fall below."""
+_SHORTEST = 1e-12
+"""Shortest time of F, B and W, as a multiple of the time for a microbatch of the usual size; a fitted curve may give
+less, even a negative time."""
 
 
 class MicrobatchSize(NamedTuple):
@@ -44,8 +45,8 @@ class SizedCosts:
 
     Attributes:
         usual: costs of a microbatch of the usual size. A cost without an entry in `curves` is the same for every size,
-            except two: `saved_bw` is proportional to the time of B plus W, and the times of exchanges between experts
-            are proportional to the times of F and B, which contain them.
+            with two exceptions: `saved_bw` is proportional to the time of B plus W, and the time of an exchange
+            between experts is proportional to the time of the F or B that contains it.
         curves: name of a field of `StageCosts` -> for every stage, the cost as a function of the size of a microbatch.
         inside: stage -> largest temporary memory of an operation as a function of the size of a microbatch; empty if no
             memory was measured.
@@ -59,7 +60,7 @@ class SizedCosts:
         """The costs of the operations of a microbatch of the given size."""
         costs = {name: tuple(curve.at(size) for curve in curves) for name, curves in self.curves.items()}
         for name in costs.keys() & {"time_f", "time_b", "time_w"}:
-            shortest = (SHORTEST * time for time in getattr(self.usual, name))
+            shortest = (_SHORTEST * time for time in getattr(self.usual, name))
             costs[name] = tuple(map(max, costs[name], shortest))
         for part, whole in EXCHANGES.items():
             if whole in costs:

@@ -31,6 +31,9 @@ def reading(
     Args:
         given: the beginning of the message: the flag and the file, such as `--profile costs.json`.
         errors: the errors to turn into a `ValueError`.
+
+    Raises:
+        ValueError: the block raised one of `errors`; the message begins with `given`.
     """
     try:
         yield

@@ -16,7 +16,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 SCHEDULE_FILE = "file:"
 """Prefix of a value of `--zero-bubble-schedule` that names a file."""
 CHUNK_FLAGS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-"""Names of the flags that only set the number of model chunks on a rank."""
+"""Names of the flags that set nothing but the number of model chunks on a rank."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.zero_bubble.session.flags import ZeroBubbleFlags, flag_name
 
 
-def check_outputs(flags: ZeroBubbleFlags) -> None:
+def check_zero_bubble_outputs(flags: ZeroBubbleFlags) -> None:
     """Raise `ValueError` if a file or folder that the zero-bubble flags name cannot be written."""
     check_places(flags, ("zero_bubble_timeline",), ("zero_bubble_profile_output", "zero_bubble_unit_costs_output"))
 

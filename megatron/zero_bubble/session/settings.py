@@ -140,9 +140,9 @@ def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:
     )
 
 
-def check_implementation(flags: JobFlags) -> None:
+def check_implementation(transformer_impl: str) -> None:
     """Raise `ValueError` if the package of `--transformer-impl` is missing or too old to defer weight gradients."""
-    if flags.transformer_impl == "transformer_engine":
+    if transformer_impl == "transformer_engine":
         try:
             check_transformer_engine()
         except ValueError as error:

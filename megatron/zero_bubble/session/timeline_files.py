@@ -111,7 +111,9 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
     if profiled is None:
         for key, values in halves.items():
             samples.setdefault(key, values)
-        profiled = StageCosts.uniform(placement.num_stages, _UNKNOWN, _UNKNOWN, _UNKNOWN, 0, 0, 0, 0)
+        profiled = StageCosts.uniform(
+            placement.num_stages, _UNKNOWN, _UNKNOWN, _UNKNOWN, memory_f=0, memory_b=0, memory_w=0
+        )
     means: list[dict[OpKind, float]] = [{} for _ in range(placement.num_stages)]
     for (kind, stage), values in samples.items():
         means[stage][kind] = statistics.fmean(values)
@@ -136,13 +138,7 @@ def _with_means(costs: StageCosts, means: Sequence[Mapping[OpKind, float]]) -> S
         fused_saving(mean[OpKind.BW], b, w) if OpKind.BW in mean else min(known, w / 2)
         for mean, b, w, known in zip(means, times["time_b"], times["time_w"], costs.saved_bw, strict=True)
     )
-    return replace(
-        costs,
-        **times,
-        saved_bw=tuple(saved),
-        all_to_all_f=tuple(map(min, costs.all_to_all_f, times["time_f"])),
-        all_to_all_b=tuple(map(min, costs.all_to_all_b, times["time_b"])),
-    )
+    return replace(costs, **times, **costs.exchanges_within(times), saved_bw=tuple(saved))
 
 
 def idle_table(timeline: Timeline) -> str:

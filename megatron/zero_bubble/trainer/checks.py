@@ -24,7 +24,7 @@ from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
-from megatron.zero_bubble.session.output_places import check_outputs
+from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
@@ -36,7 +36,7 @@ from megatron.zero_bubble.trainer.model_checks import (
     check_model,
     check_recomputation,
 )
-from megatron.zero_bubble.trainer.output_folders import check_output
+from megatron.zero_bubble.trainer.output_folders import check_checkpoint_and_numerics
 
 
 def complete_and_check(
@@ -61,7 +61,7 @@ def complete_and_check(
     _check_needs(args)
     flags = JobFlags.of(args)
     if for_this_machine:
-        check_implementation(flags)
+        check_implementation(flags.transformer_impl)
         check_device_found(parsed, environment, Path("/dev"))
     check_num_ranks(args, args.world_size, "torchrun --nproc-per-node" if for_this_machine else "--world-size")
     _check_parallel(args, has_cuda)
@@ -79,8 +79,8 @@ def complete_and_check(
     if for_this_machine:
         if has_cuda:
             check_devices(args, environment, torch.cuda.device_count())
-        check_output(args)
-        check_outputs(args)
+        check_checkpoint_and_numerics(args)
+        check_zero_bubble_outputs(args)
     return args, job
 
 

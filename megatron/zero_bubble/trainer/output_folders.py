@@ -8,7 +8,7 @@ from megatron.zero_bubble.session.output_places import check_places
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 
-def check_output(args: Arguments) -> None:
+def check_checkpoint_and_numerics(args: Arguments) -> None:
     """Check the flags of checkpoints and of --log-numerics, and check that the file and the folder can be written.
 
     Raises:

@@ -8,11 +8,10 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, value_of
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
 from megatron.zero_bubble.session.aliases import AliasFlags
 from megatron.zero_bubble.session.flag_parser import flag
@@ -58,12 +57,6 @@ def parted(words: Sequence[str], names: Collection[str], prefix: str | None = No
 def names_in(words: Sequence[str]) -> set[str]:
     """Return the names of all flags in the command line `words`, without the values of words such as `--name=value`."""
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
-
-
-def value_of(name: str, words: Sequence[str]) -> str | None:
-    """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
-    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    return next((after for before, after in reversed([*pairwise(apart)]) if before == name), None)
 
 
 def _num_stages(name: str, value: str, num_ranks: int) -> int:

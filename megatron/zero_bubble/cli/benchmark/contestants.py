@@ -13,9 +13,9 @@ from megatron.zero_bubble.cli.benchmark.arguments import (
     PROG,
     BenchmarkFlags,
     names_in,
-    value_of,
 )
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
+from megatron.zero_bubble.cli.invocation import value_of
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
 from megatron.zero_bubble.schedule import Placement, ScheduleError

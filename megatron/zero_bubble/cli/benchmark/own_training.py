@@ -14,10 +14,10 @@ from megatron.zero_bubble.cli.benchmark.arguments import (
     BenchmarkFlags,
     names_in,
     parted,
-    value_of,
 )
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, group_size_flags, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
+from megatron.zero_bubble.cli.invocation import value_of
 from megatron.zero_bubble.launcher.command_line import ONLY_WITH_SCHEDULE
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.environment import check_sizes
@@ -118,6 +118,8 @@ def _own_chunks(args: Arguments | ScriptArguments) -> int:
             f"argument {PATTERN} {pattern}: not allowed after --, because 1F1B has one stage a rank: leave out its |"
         )
     num_layers = args.num_layers or len("" if pattern is None else pattern.symbols)
+    if not num_layers and flags.pipeline_model_parallel_layout is None:  # a script may set its layers by itself
+        return flags.num_virtual_stages_per_pipeline_rank or 1
     return chunks_of_flags(replace(flags, num_layers=num_layers)) or 1
 
 

@@ -57,14 +57,11 @@ class CheckFlags(CommandFlags):
             raise ValueError(f"argument --cell: {missing[0]} needs --transformer-impl local")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
-        if self.transformer_impl == "transformer_engine":
+        if self.device == "cuda":
             # Imported here, because megatron-core may be imported without CUDA only after `substitute_cuda`.
-            from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+            from megatron.zero_bubble.session.settings import check_implementation
 
-            try:
-                check_transformer_engine()
-            except ValueError as error:
-                raise ValueError(f"argument --transformer-impl: {error}: use local") from error
+            check_implementation(self.transformer_impl)
         if self.device == "cpu" and torch.cuda.is_available():
             raise ValueError(
                 "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="

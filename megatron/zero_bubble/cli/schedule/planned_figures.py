@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures, stage_costs
-from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags, limit_of_ranks
+from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags, single_or_per_rank
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
@@ -41,7 +41,7 @@ def make_schedule(
         flags.num_microbatches,
         (placement,),
         costs,
-        memory_limit=limit_of_ranks(limit),
+        memory_limit=single_or_per_rank(limit),
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
         recomputes=(flags.recomputation,),
@@ -96,6 +96,7 @@ def source(flags: SourceFlags, **options: Any) -> tuple[Schedule, float]:
 
     Raises:
         ScheduleError: there is no such schedule, or the costs do not fit it, even if the command needs no costs.
+        ValueError: the file of --input or --costs cannot be read, or its text has another format.
     """
     if flags.input is not None:
         with reading(f"argument --input {flags.input}"):
