@@ -248,10 +248,13 @@ def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -
         run.build_chunk({"config": config})
 
 
-def test_an_output_that_cannot_be_written_is_refused_at_the_start() -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_built(monkeypatch) -> None:
+    """The first rank checks, because it alone writes; all ranks end with its line."""
+    monkeypatch.setattr("megatron.zero_bubble.launcher.run.on_rank", lambda rank, action: action())
     flags = LaunchFlags(zero_bubble=True, zero_bubble_profile_output="/no/such/folder/profile.json")
+    run = Run(script_arguments(), flags)
     with pytest.raises(SessionError, match=r"^--zero-bubble-profile-output /no/such/folder/.*: its folder does not"):
-        Run(script_arguments(), flags)
+        run.begin(Call(run.begin, inspect.signature(lambda: None).bind()))
 
 
 def test_a_script_that_fits_is_not_refused() -> None:

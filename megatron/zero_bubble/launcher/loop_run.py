@@ -16,6 +16,7 @@ from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_settings import chunks_asked, flags_of, schedule_asked
+from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -92,8 +93,7 @@ class LoopRun:
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
-            if flags.rank == 0:
-                check_zero_bubble_outputs(flags)
+            on_rank(0, lambda: check_zero_bubble_outputs(flags))
             session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
             session.make_schedules()
         placement, built = session.job.placement, flags.model_chunks or 1

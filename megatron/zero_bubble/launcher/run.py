@@ -20,6 +20,7 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
+from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
@@ -55,8 +56,6 @@ class Run:
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
             check_implementation(job.flags.transformer_impl)
-            if job.flags.rank == 0:
-                check_zero_bubble_outputs(job.flags)
             self.session = Session(job, PROGRAM)
         self.sessions = [self.session]
         self._built: list[torch.nn.Module] = []
@@ -91,10 +90,11 @@ class Run:
         """When `initialize_model_parallel` is called, make the schedules, then the process groups for the schedules.
 
         Raises:
-            SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
-                memory limit.
+            SessionError: no schedule exists for one of the job's numbers of microbatches, no schedule fits the memory
+                limit, or the first rank cannot write an output.
         """
         with users_mistakes():
+            on_rank(0, lambda: check_zero_bubble_outputs(self.session.job.flags))
             self.session.make_schedules()
         self.stages.set_embedding_ranks(call)
         return call.proceed()
