@@ -94,8 +94,8 @@ class Run:
                 limit, or the first rank cannot write an output.
         """
         with users_mistakes():
-            on_rank(0, lambda: check_zero_bubble_outputs(self.session.job.flags))
             self.session.make_schedules()
+            on_rank(0, lambda: check_zero_bubble_outputs(self.session.job.flags))
         self.stages.set_embedding_ranks(call)
         return call.proceed()
 
