@@ -77,7 +77,8 @@ class Codes(NamedTuple):
             message: stage s -> latency of a message between stages s and s + 1.
             collective: time of a collective over all ranks; None without vocabulary shards.
         """
-        first, shards = self.first, () if collective is None else [kind for kind in self.kinds if kind in VOCABULARY]
+        first, has_shards = self.first, collective is not None
+        shards = [kind for kind in first if has_shards and kind in VOCABULARY]
 
         def code_of(kind: OpKind, stage: int) -> int:
             return self.loss if kind is OpKind.L else first[kind] + stage
@@ -86,11 +87,11 @@ class Codes(NamedTuple):
             for stage in stages_of_kind(placement, kind):
                 for source in sources(placement, kind, stage):
                     result, place = source.need.result, source.need.place
-                    if place is not Place.SAME_STAGE and (result not in VOCABULARY or result in shards):
-                        reduced = collective * source.is_remote if collective is not None else 0.0
-                        latency = reduced if source.edge is None else message[source.edge]
+                    if place is not Place.SAME_STAGE and (has_shards or result not in VOCABULARY):
+                        shared = (collective or 0.0) * source.is_remote
+                        latency = shared if source.edge is None else message[source.edge]
                         yield code_of(result, source.stage), code_of(kind, stage), latency
-        if collective is None:
+        if not has_shards:
             yield self.b - 1, self.w - 1, 0.0
 
     def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:

@@ -131,6 +131,7 @@ class InGroups(EventLoop):
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
         """Code of the first ready B in the rank's order (-1 without a ready B), and the earliest start time of a B."""
+        # The body of `next_arrival` is written out here, because this loop takes much of the planning time.
         done, arrivals, size = self.done, self.arrivals, self.num_stages
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:

@@ -53,9 +53,8 @@ def with_vocabulary(
             `shortest_delay(costs)` the ranks may deadlock.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
     """
-    costs_of_stages = costs.with_vocabulary_in_weight_gradients()
-    schedule = apart(schedule.without(VOCABULARY))
-    timeline = simulate(schedule, costs_of_stages, overlap_communication=overlap_communication)
+    schedule, in_w = apart(schedule.without(VOCABULARY)), costs.with_vocabulary_in_weight_gradients()
+    timeline = simulate(schedule, in_w, overlap_communication=overlap_communication)
     return [_Times(timeline, costs, delay).in_order() for delay in given_delays]
 
 
