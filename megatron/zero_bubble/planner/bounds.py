@@ -47,8 +47,6 @@ def lower_bounds(
 ) -> LowerBounds:
     """Compute lower bounds on the longest span of a rank, for schedules in which no rank exceeds its memory limit.
 
-    The time to compute the bounds grows with the square of the number of ranks.
-
     Args:
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
@@ -86,16 +84,14 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     The path goes forward from stage `a` to a later stage `k`, then through all operations between the first F and the
     last B on the rank of stage `k`, and then backward from stage `k` to stage `a`.
     """
-    longest: float = 0
-    for near in ranks:
-        a = near.first
-        for far in ranks:
-            k = far.first
-            if k < a:
-                continue
-            path_time = path.forward(a, k) + path.backward(k, a)
-            longest = max(longest, path_time + far.window + path.costs.time_w[a])
-        longest = max(longest, near.work + max(0, near.idle - near.recomputation - near.vocabulary))
+    costs, longest, through = path.costs, 0.0, -inf
+    for rank in sorted(ranks, key=lambda rank: rank.first, reverse=True):
+        stage = rank.first
+        # Both ways between two stages, forward and backward, take the difference of their distances from stage 0.
+        distance = path.starts_f[stage] + path.ends_b[stage]
+        through = max(through, distance + rank.window)
+        by_work = rank.work + max(0, rank.idle - rank.recomputation - rank.vocabulary)
+        longest = max(longest, through - distance + costs.time_w[stage], by_work)
     return longest
 
 

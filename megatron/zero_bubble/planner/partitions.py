@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import inf
 from operator import mul, sub
 from random import Random
@@ -101,45 +101,49 @@ class Balance:
 
         A rank starts when the first microbatch has passed through all stages before the first stage of the rank.
         """
-        return max(self._ends(partition, self._works(partition)))
+        cuts = list(accumulate(partition))
+        return max(self._ends(cuts, self._works(cuts)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
-        works = self._works(partition)
-        ends = self._ends(partition, works)
-        return self.excess(partition), self._time(partition, works, ends), _unevenness(ends)
+        cuts = list(accumulate(partition))
+        works = self._works(cuts)
+        ends = self._ends(cuts, works)
+        return sum(self._excess(cuts)), self._time(cuts, works, ends), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
         """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
 
         The factors for differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
-        works = self._works(partition)
-        return self._time(partition, works, self._ends(partition, works))
+        cuts = list(accumulate(partition))
+        works = self._works(cuts)
+        return self._time(cuts, works, self._ends(cuts, works))
 
-    def _time(self, partition: Sequence[int], works: Sequence[float], ends: Sequence[float]) -> float:
-        lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))
+    def _time(self, cuts: Sequence[int], works: Sequence[float], ends: Sequence[float]) -> float:
+        lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(cuts))
         return max(ends) * (1 + lost)
 
     def excess(self, partition: Sequence[int]) -> float:
         """Memory by which model states and one microbatch exceed `room` or `limits`, summed over all ranks."""
-        return sum(self._excess(partition))
+        return sum(self._excess(list(accumulate(partition))))
 
     def busiest(self, partition: Sequence[int]) -> int:
         """The rank whose memory is exceeded the most; if no rank's memory is exceeded, the rank that ends last."""
-        excess = self._excess(partition)
-        load = excess if max(excess) > 0 else self._ends(partition, self._works(partition))
+        cuts = list(accumulate(partition))
+        excess = self._excess(cuts)
+        load = excess if max(excess) > 0 else self._ends(cuts, self._works(cuts))
         return load.index(max(load))
 
-    def _works(self, partition: Sequence[int]) -> list[float]:
+    def _works(self, cuts: Sequence[int]) -> list[float]:
         """Stage -> its work for one microbatch. The last stage needs no R, because its B usually runs right after F."""
-        works = self._work.of_stages(partition)
-        works[-1] -= self._recomputed.of_stages(partition)[-1]
+        works = self._work.of_stages(cuts)
+        works[-1] -= self._recomputed.of_stages(cuts)[-1]
         return works
 
-    def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
+    def _ends(self, cuts: Sequence[int], works: Sequence[float]) -> list[float]:
         """Rank -> time at which the rank ends if it never idles; `works` gives each stage's work for one microbatch."""
-        starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
+        starts = list(accumulate(self._forward.of_stages(cuts), initial=0.0))
         return [
             starts[stages[0]]
             + stages[0] * self.model.time_comm
@@ -147,13 +151,13 @@ class Balance:
             for stages in self.stages_of
         ]
 
-    def _holdings(self, partition: Sequence[int]) -> tuple[float, ...]:
+    def _holdings(self, cuts: Sequence[int]) -> tuple[float, ...]:
         """Rank -> memory of its activations, up to a common factor; early stages hold activations for longer."""
-        size = len(partition)
-        holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
+        size = len(cuts)
+        holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(cuts))]
         return self.placement.sums(holdings)
 
-    def _excess(self, partition: Sequence[int]) -> list[float]:
+    def _excess(self, cuts: Sequence[int]) -> list[float]:
         """Rank -> memory that one microbatch needs beyond the rank's limit or, with model states, beyond `room`.
 
         If recomputation is allowed, the microbatch drops its activations, and a rank restores the activations of one
@@ -161,11 +165,10 @@ class Balance:
         """
         if self.room == inf == min(self.limits):
             return [0.0] * self.placement.num_ranks
-        states = self._state.of_stages(partition)
-        needed, restored = self._needed.of_stages(partition), [0.0] * len(partition)
+        states = self._state.of_stages(cuts)
+        needed, restored = self._needed.of_stages(cuts), [0.0] * len(cuts)
         if self._recomputes:
-            blocks = self._blocks.of_stages(partition)
-            stages_restored = zip(self._restored.of_stages(partition), blocks, strict=True)
+            stages_restored = zip(self._restored.of_stages(cuts), self._blocks.of_stages(cuts), strict=True)
             restored = [memory / max(1, number) for memory, number in stages_restored]
         excess = []
         for stages, limit in zip(self.stages_of, self.limits, strict=True):
@@ -187,6 +190,7 @@ class _Sums:
     def __init__(self, model: ModelCosts, value: Callable[[UnitCosts], float]) -> None:
         self._ends = value(model.embedding), value(model.output)
         self._before = list(accumulate(map(value, model.layers), initial=0.0))
+        self._is_zero = not any(self._ends) and not any(self._before)
 
     def equal_shares(self, num_stages: int) -> list[int]:
         """Stage -> number of layers up to the end of the stage.
@@ -199,9 +203,12 @@ class _Sums:
         middles = [(before + after) / 2 for before, after in pairwise(self._before)]
         return [*(bisect(middles, share) for share in shares), len(middles)]
 
-    def of_stages(self, partition: Sequence[int]) -> list[float]:
-        before = [self._before[end] for end in accumulate(partition)]
-        sums = list(map(sub, before, [0.0, *before[:-1]]))
+    def of_stages(self, cuts: Sequence[int]) -> list[float]:
+        """Stage -> sum of costs over its units; `cuts` has the number of layers up to the end of each stage."""
+        if self._is_zero:
+            return [0.0] * len(cuts)
+        before = list(map(self._before.__getitem__, cuts))
+        sums = list(map(sub, before, chain((0.0,), before)))
         sums[0] += self._ends[0]
         sums[-1] += self._ends[1]
         return sums

@@ -29,7 +29,7 @@ NUM_PLANS = 3
 MOST_PLANS = 25
 """Largest number of kept plans: a large number, because local searches from a few plans often end in the same plan."""
 FEW_MOVES = 40
-"""Least number of moves that the local search tries on each plan before it focuses on the `NUM_PLANS` best plans."""
+"""Least number of moves that the local search tries on each of several plans, if the budget allows."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 LEAST_CANDIDATES = 12
@@ -38,6 +38,8 @@ QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
 """The search for plans into which shard operations are inserted gets the budget divided by this number."""
+FAR_WITH_SHARDS = 1.05
+"""Operations on shards are not inserted into schedules that take more than `FAR_WITH_SHARDS` times the best time."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 
@@ -103,6 +105,7 @@ class Portfolio:
     def improve(self, budget: int) -> None:
         """Improve plans by local search, first many plans briefly, then the best, until a plan reaches the target cost.
 
+        If the budget is small, fewer plans are improved, so that the search can try `FEW_MOVES` moves on each of them.
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
         Args:
@@ -110,11 +113,11 @@ class Portfolio:
         """
         if self.problem.is_long:
             return
-        num_all = min(len(self.plans), budget // (2 * FEW_MOVES * move_cost(self.problem)))
+        few_moves, half = FEW_MOVES * move_cost(self.problem), budget // 2
+        num_all = min(len(self.plans), half // few_moves)
         if num_all > NUM_PLANS:
-            half = budget // 2
             budget += self._improve_best(num_all, half, FEW_RESTARTS) - half
-        self._improve_best(NUM_PLANS, budget, RESTARTS)
+        self._improve_best(min(NUM_PLANS, max(1, budget // few_moves)), budget, RESTARTS)
 
     def _improve_best(self, num_plans: int, budget: int, restarts: int) -> int:
         """Improve the best plans with equal parts of the budget; return the unspent budget."""
@@ -235,13 +238,15 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of operations on shards added
-    to the time of W. If the simulated schedule exceeds the memory limits or takes longer than `shortest`, the schedule
-    is left out, because inserting operations on shards only adds idle time and microbatches in flight.
+    A schedule is first simulated with the time of operations on shards added to the time of W. If the simulated
+    schedule exceeds the memory limits or takes more than `FAR_WITH_SHARDS` times as long as `shortest` (in a long
+    problem, longer than `shortest`), the schedule is left out, because inserting operations on shards usually adds idle
+    time and microbatches in flight. No schedule is left out if `shortest` is infinite, that is, if no plan exists.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
+    longest = shortest * (1 if problem.is_long else FAR_WITH_SHARDS)
     for schedule in schedules:
-        if not problem.is_long or (fits(schedule, whole) and cost_of(schedule, whole) <= shortest):
+        if longest == inf or (fits(schedule, whole) and cost_of(schedule, whole) <= longest):
             yield with_best_delay(
                 schedule,
                 problem.costs,

@@ -112,7 +112,7 @@ class StageCosts:
             expected = num_stages - 1 if field.name == "time_comm" else num_stages
             if len(values) != expected:
                 raise ScheduleError(f"{field.name} has {len(values)} entries, but {num_stages} stages need {expected}")
-            for value in values:
+            for value in dict.fromkeys(values):  # many stages have equal costs
                 self._check(field.name, value)
         for part, whole in EXCHANGES.items():
             for exchanged, time in zip(getattr(self, part), getattr(self, whole), strict=True):

@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages; the time to compute lower bounds grows with the square of the number of stages."""
+"""Largest number of stages of a placement; models have far fewer layers."""
 MAX_OPERATIONS = 4_000_000
 """Largest total number of F, B and W in a schedule; planning such a schedule takes a minute and gigabytes of memory."""
 
