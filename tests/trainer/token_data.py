@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets
-from megatron.zero_bubble.trainer.data_config import check_data
+from megatron.zero_bubble.trainer.data_files import check_data
 from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
 from megatron.zero_bubble.trainer.tokenizer import NullTokenizer
 from tests.checked_flags import data_flags

@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
-from megatron.zero_bubble.trainer.data import build_datasets, needed_tensors
-from megatron.zero_bubble.trainer.data_config import check_data, check_rest
+from megatron.zero_bubble.trainer.data import build_datasets, check_rest, needed_tensors
+from megatron.zero_bubble.trainer.data_files import check_data
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
