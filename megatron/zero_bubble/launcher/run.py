@@ -186,7 +186,7 @@ class Run:
             self._start()
         # Megatron-LM may skip an iteration, or run it a second time.
         self.session.iteration = getattr(self._script, "curr_iteration", self.session.iteration)
-        is_local = self.replicas.is_local
+        is_local = self.session.replicas.is_local
         arguments["forward_step_func"] = self.stages.placed(arguments["forward_step_func"])
         losses = self.stages.to_last_rank(self.session.forward_backward(**arguments))
         if not arguments.get("forward_only", False):
@@ -212,7 +212,8 @@ class Run:
     def save(self, call: Call) -> Any:
         """Before `save_checkpoint`, validate the last step and average the replicas' weights and optimizer states."""
         self.session.settle()
-        self.replicas.average_before_saving()
+        if self.session.job.hierarchy is not None and self.session.has_started:
+            self.session.average_all(self._script.curr_iteration + 1, with_states=True)
         return call.proceed()
 
     def _start(self) -> None:

@@ -15,14 +15,14 @@ replicas do not wait for each other. Losses are averaged over the replicas befor
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.launcher.hooks import Call, Needed
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0
@@ -114,37 +114,17 @@ def needed_for_post_validation() -> Iterator[Needed]:
         yield Needed(f"megatron.core.{signature}", reason)
 
 
-def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
-    """Yield the hooks that only `--zero-bubble-post-validation` needs."""
-    deferred = "zeroes gradients only after the step that used them is validated"
-    for path in (
-        "optimizer.optimizer:ChainedOptimizer.zero_grad",
-        "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
-    ):
-        yield Hook(f"megatron.core.{path}(self)", deferred, lambda call: run().unless_pending(call))
-    own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
-    reductions = "megatron.training.utils:{}_across_model_parallel_group({})"
-    yield Hook(reductions.format("logical_and", "input"), own, lambda call: run().agreed(call["input"], call))
-    yield Hook(reductions.format("reduce_max_stat", "stat"), own, lambda call: run().agreed(call["stat"], call))
-
-
 class ScriptReplicas:
     """Averages parameters and logged losses over the replicas of a script's model under hierarchical SGD."""
 
     def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script
         self._session = session
-        self._averages = session.job.hierarchy is not None
-        if self._averages and getattr(script, "rerun_mode", "disabled") != "disabled":
+        if session.job.hierarchy is not None and getattr(script, "rerun_mode", "disabled") != "disabled":
             print_rank_0(
                 f" > {HIERARCHICAL_SGD}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every "
                 "iteration; --rerun-mode disabled avoids that"
             )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the next optimizer step uses only this replica's own gradients."""
-        return self._session.replicas.is_local
 
     def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
@@ -169,16 +149,11 @@ class ScriptReplicas:
             self._session.average_all(call["iteration"])
         return call.proceed()
 
-    def average_before_saving(self) -> None:
-        """Give all replicas the same parameters and the same optimizer state."""
-        if self._averages and self._session.has_started:
-            self._session.average_all(self._script.curr_iteration + 1, with_states=True)
-
     def average_logged_losses(self, call: Call) -> Any:
         """Average losses over replicas before a call that prints Megatron-LM's log line or records losses."""
         is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
         is_logged = is_printed or _is_recorded(self._script, call["iteration"])
-        if self.is_local and is_logged and call["loss_dict"]:
+        if self._session.replicas.is_local and is_logged and call["loss_dict"]:
             sums, names = call["total_loss_dict"], list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
             for name in names:
@@ -207,17 +182,3 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
     mean = value.clone() / group.size()
     dist.all_reduce(mean, group=group)
     return mean
-
-
-def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
-    """Yield the hooks that only `--hierarchical-sgd` needs."""
-    yield Hook(
-        "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
-        "averages the losses over replicas before they are printed or recorded, and not in every iteration",
-        lambda call: replicas().average_logged_losses(call),
-    )
-    yield Hook(
-        "megatron.training.training:evaluate_and_print_results(iteration)",
-        "averages the parameters of all replicas before an evaluation",
-        lambda call: replicas().average_first(call),
-    )
