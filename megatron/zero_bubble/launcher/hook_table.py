@@ -187,12 +187,11 @@ class ScriptHooks:
             "optimizer.optimizer:ChainedOptimizer.zero_grad",
             "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
         ):
-            unless_pending = partial(self._in_script, lambda run, call: run.post_validation.unless_pending(call))
-            yield Hook(f"megatron.core.{path}(self)", deferred, unless_pending)
+            yield Hook(f"megatron.core.{path}(self)", deferred, partial(self._in_script, Run.zero_gradients))
         own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
         reductions: tuple[tuple[str, str, Callable[[Run, Call], Any]], ...] = (
-            ("logical_and", "input", lambda run, call: run.post_validation.agreed(call["input"], call)),
-            ("reduce_max_stat", "stat", lambda run, call: run.post_validation.agreed(call["stat"], call)),
+            ("logical_and", "input", lambda run, call: run.agreed(call["input"], call)),
+            ("reduce_max_stat", "stat", lambda run, call: run.agreed(call["stat"], call)),
         )
         for name, parameter, agreed in reductions:
             path = f"megatron.training.utils:{name}_across_model_parallel_group({parameter})"

@@ -30,27 +30,20 @@ from megatron.zero_bubble.session.session import Session
 
 
 class ScriptPostValidation:
-    """Replaces a script's calls of `optimizer.step()` and `zero_grad()` under post-validation."""
+    """Answers a script's calls of `optimizer.step()` with the outcomes of the steps that the schedule has taken.
 
-    def __init__(self, script: Namespace) -> None:
-        self._script = script
-        self._optimizer: Any = None
-        self._chunks: list[Any] = []
-        self._post_validation: PostValidation | None = None
+    Args:
+        post_validation: the `PostValidation` of the schedule.
+        chunks: this rank's model chunks, wrapped in DDP.
+    """
+
+    def __init__(self, script: Namespace, post_validation: PostValidation, optimizer: Any, chunks: list[Any]) -> None:
+        self._script, self._post_validation = script, post_validation
+        self._optimizer, self._chunks = optimizer, chunks
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
         """Whether no step has run yet; scripts always log the first iteration of a run."""
-
-    def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
-        """Let `post_validation` handle the script's later calls of `optimizer.step()` and `zero_grad()`.
-
-        Args:
-            post_validation: the `PostValidation` of the schedule; None with a single pipeline rank, where no schedule
-                takes the steps.
-        """
-        self._post_validation, self._optimizer, self._chunks = post_validation, optimizer, chunks
-        if post_validation is not None:
-            post_validation.settled = self._settle_outcome
+        post_validation.settled = self._settle_outcome
 
     def _settle_outcome(self, outcome: StepOutcome) -> None:
         self._outcome = outcome
@@ -58,10 +51,8 @@ class ScriptPostValidation:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def step(self, call: Call) -> Any:
-        """Return the outcome of the step that the schedule has taken, instead of taking an optimizer step."""
-        if self._post_validation is None:
-            return call.proceed()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Return the outcome of the step that the schedule has taken, in the form of megatron-core's optimizers."""
         is_first, self._is_first = self._is_first, False
         if not is_first and not self._is_logged():
             return True, None, None
@@ -74,19 +65,6 @@ class ScriptPostValidation:
         iteration = script.curr_iteration + 1
         is_printed = iteration % script.log_interval == 0
         return is_printed or _is_recorded(script, iteration) or iteration == script.train_iters
-
-    def unless_pending(self, call: Call) -> Any:
-        """Zero the gradients if the last step is validated; otherwise, the validation will zero the gradients."""
-        if self._post_validation is None or not self._post_validation.is_pending:
-            return call.proceed()
-        return None
-
-    def agreed(self, value: Any, call: Call) -> Any:
-        """Return `value` instead of reducing `value` over the ranks, because all ranks have the same value."""
-        if self._post_validation is None:
-            return call.proceed()
-        # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
-        return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
