@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.zero_bubble.mcore.attention import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset, NoSampleError
 from megatron.zero_bubble.trainer.data_files import SPLITS, blends_of, fingerprint
@@ -54,18 +55,12 @@ class Datasets:
     """Number of samples of each split, the same on all ranks; 0 for a missing split, which is not evaluated."""
 
 
-def build_datasets(
-    args: Arguments,
-    tokenizer: MegatronTokenizerBase,
-    needs_data: bool,
-    log: Callable[[str], None] = lambda line: None,
-) -> Datasets:
-    """Build or load the datasets and their sample indices; a collective call of all ranks.
+def build_datasets(args: Arguments, tokenizer: MegatronTokenizerBase, needs_data: bool) -> Datasets:
+    """Build or load the datasets and their sample indices, and print the progress; a collective call of all ranks.
 
     Args:
         needs_data: whether a model chunk of this rank needs data. Only rank 0 of a tensor-parallel group reads data.
             Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
-        log: function that prints a line about the progress, on rank 0 only.
 
     Raises:
         ValueError: on one rank, if this rank cannot write or read the index cache; on every rank, if a split has too
@@ -75,7 +70,7 @@ def build_datasets(
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
     requested = requested_samples(args)
     where = args.data_cache_path or ("memory" if args.mock_data else "PREFIX/cache beside the data")
-    log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
+    print_rank_0(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
     start, logger = time.perf_counter(), logging.getLogger(gpt_dataset.__name__)
     kinds = (DocumentDataset, MockDocumentDataset) if args.variable_seq_lengths else _OF_ONE_LENGTH
     try:
@@ -98,7 +93,9 @@ def build_datasets(
     lengths = torch.tensor([0 if split is None else len(split) for split in splits], device=own_device())
     torch.distributed.broadcast(lengths, src=0)
     num_samples = tuple(lengths.tolist())
-    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
+    print_rank_0(
+        f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples"
+    )
     # megatron-core repeats data as often as a run needs, except data in a blend without weights.
     for split, have, need in zip(SPLITS[:2], num_samples, requested, strict=False):  # nothing reads the test split
         if have < need and (have > 0 or split == "train"):

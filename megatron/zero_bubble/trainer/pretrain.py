@@ -123,7 +123,7 @@ def open_data(
     """
     stages, progress = [unwrap_model(chunk) for chunk in state.model], state.progress
     reads = [bool(needed_tensors(args, embeds=stage.pre_process, is_last=stage.post_process)) for stage in stages]
-    datasets = build_datasets(args, tokenizer, any(reads), print_rank_0)
+    datasets = build_datasets(args, tokenizer, any(reads))
     used = (progress.consumed_train_samples, progress.consumed_valid_samples)
     check_rest(args, datasets.num_samples, progress.iteration, used)
     has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
