@@ -163,15 +163,9 @@ def load_tokenizer(arguments: argparse.Namespace) -> LocalTokenizer:
     os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
     # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+    from megatron.zero_bubble.trainer import tokenizer
 
-    return build_tokenizer(
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        arguments.vocab_size,
-        arguments.vocab_file,
-        arguments.merge_file,
-    )
+    return tokenizer.load_tokenizer(arguments)
 
 
 def preprocess(

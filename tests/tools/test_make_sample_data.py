@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+from megatron.zero_bubble.trainer.tokenizer import LocalTokenizer, load_tokenizer
 from tools import make_sample_data
 from tools.make_sample_data import main
 
@@ -35,11 +36,16 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tokenizer_of(folder: Path) -> LocalTokenizer:
+    flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder), "vocab_size": None}
+    return load_tokenizer(Namespace(**flags))
+
+
 def test_the_sample_is_complete(sample: Path) -> None:
     assert sorted(content(sample)) == FILES
     records = [json.loads(line) for line in (sample / "stdlib.jsonl").read_text().splitlines()]
     assert 0.9 * MAX_BYTES < sum(len(record["text"].encode()) for record in records) <= MAX_BYTES
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(sample))
+    tokenizer = tokenizer_of(sample)
     assert tokenizer.vocab_size == 512
     data = IndexedDataset(str(sample / "stdlib_text_document"))
     assert len(data) == len(records)
@@ -88,7 +94,7 @@ def test_other_flags_make_another_sample_in_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "sample"
     assert make(folder) == 0
     assert make(folder, "--vocab-size", "300") == 0
-    assert build_tokenizer("HuggingFaceTokenizer", str(folder)).vocab_size == 300
+    assert tokenizer_of(folder).vocab_size == 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sample", "sample.lock"]
 
 

@@ -10,7 +10,7 @@ import torch
 from token_data import VOCAB_SIZE, build, config, counting, equal, microbatches, write_tokens
 
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data_config import requested_samples
+from megatron.zero_bubble.trainer.data import requested_samples
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -12,8 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zero_bubble.trainer import data_files
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data_config import check_data
-from megatron.zero_bubble.trainer.data_files import fingerprint, open_token_file, parse_blend
+from megatron.zero_bubble.trainer.data_files import check_data, fingerprint, open_token_file, parse_blend
 from tests.checked_flags import data_flags
 
 VOCAB_SIZE = 100

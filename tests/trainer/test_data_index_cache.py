@@ -8,7 +8,7 @@ import pytest
 from token_data import write_tokens
 
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets
-from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+from megatron.zero_bubble.trainer.tokenizer import NullTokenizer
 from tests.checked_flags import data_flags
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -24,7 +24,7 @@ def prefixes(tmp_path: Path) -> list[str]:
 def build(**settings: object) -> Datasets:
     defaults = {"seq_length": 16, "micro_batch_size": 2, "global_batch_size": 8, "train_iters": 2, "split": "1"}
     args = data_flags(**(defaults | settings))
-    return build_datasets(args, build_tokenizer("NullTokenizer", vocab_size=1000), needs_data=True)
+    return build_datasets(args, NullTokenizer(1000), needs_data=True)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "zeros"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data_config import check_rest, requested_samples
+from megatron.zero_bubble.trainer.data import check_rest, requested_samples
 from tests.checked_flags import data_flags
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
-from megatron.zero_bubble.trainer.tokenizer import LocalTokenizer, build_tokenizer
+from megatron.zero_bubble.trainer.tokenizer import LocalTokenizer, load_tokenizer
 from tests.checked_flags import checked
 
 TEXT = "the pipeline waits for the weights, the weights wait for nobody"
@@ -33,6 +34,12 @@ def save(tokenizer: Tokenizer, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **others: object) -> LocalTokenizer:
+    """The tokenizer of these flags; flags that are not named are not given."""
+    flags = {"vocab_size": None, "vocab_file": None, "merge_file": None} | others
+    return load_tokenizer(Namespace(tokenizer_type=tokenizer_type, tokenizer_model=tokenizer_model, **flags))
 
 
 def build(path: Path, **flags: int) -> LocalTokenizer:

@@ -11,9 +11,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets
-from megatron.zero_bubble.trainer.data_config import check_data
+from megatron.zero_bubble.trainer.data_files import check_data
 from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
-from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+from megatron.zero_bubble.trainer.tokenizer import NullTokenizer
 from tests.checked_flags import data_flags
 
 VOCAB_SIZE = 1000  # NullTokenizer: the end of a document is token 1000
@@ -45,7 +45,7 @@ def config(**settings: object) -> Arguments:
 
 
 def build(settings: Arguments) -> Datasets:
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=VOCAB_SIZE)
+    tokenizer = NullTokenizer(VOCAB_SIZE)
     check_data(settings, tokenizer.vocab_size)
     return build_datasets(settings, tokenizer, needs_data=True)
 

@@ -15,7 +15,7 @@ from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
 from megatron.zero_bubble.launcher.script_choice import refuse_restarts, validate_arguments
-from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
+from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -53,9 +53,9 @@ class ScriptHooks:
         if self.flags.zero_bubble_post_validation or self.flags.hierarchical_sgd is not None:
             yield from self._optimizer_hooks()
         if self.flags.zero_bubble_post_validation:
-            yield from post_validation_hooks(lambda: self.script_run.post_validation)
+            yield from self._post_validation_hooks()
         if self.flags.hierarchical_sgd is not None:
-            yield from replica_hooks(lambda: self.script_run.replicas)
+            yield from self._replica_hooks()
 
     def _layout_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that choose the layout of the model, and give this layout to the model's configuration."""
@@ -83,7 +83,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.training.training:setup_model_and_optimizer(model_provider_func)",
             "chooses the layout under `--zero-bubble`, before the script builds its model",
-            lambda call: self.script_run.set_up_model(call),
+            partial(self._in_script, Run.set_up_model),
         )
         yield Hook(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__()",
@@ -168,16 +168,46 @@ class ScriptHooks:
         chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
         for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
             path = f"megatron.core.optimizer{function}()"
-            yield Hook(path, f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
+            yield Hook(path, f"keeps {kept}", partial(self._in_script, Run.keep_optimizer))
         yield Hook(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)",
             "reports the schedule's step; validates the step if its gradient norm is logged; then averages replicas",
-            lambda call: self.script_run.step(call),
+            partial(self._in_script, Run.step),
         )
         yield Hook(
             "megatron.training.checkpointing:save_checkpoint()",
             "validates the last step and averages replicas before a checkpoint is saved",
-            lambda call: self.script_run.save(call),
+            partial(self._in_script, Run.save),
+        )
+
+    def _post_validation_hooks(self) -> Iterator[Hook]:
+        """Yield the hooks that only `--zero-bubble-post-validation` needs."""
+        deferred = "zeroes gradients only after the step that used them is validated"
+        for path in (
+            "optimizer.optimizer:ChainedOptimizer.zero_grad",
+            "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
+        ):
+            yield Hook(f"megatron.core.{path}(self)", deferred, partial(self._in_script, Run.zero_gradients))
+        own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
+        reductions: tuple[tuple[str, str, Callable[[Run, Call], Any]], ...] = (
+            ("logical_and", "input", lambda run, call: run.agreed(call["input"], call)),
+            ("reduce_max_stat", "stat", lambda run, call: run.agreed(call["stat"], call)),
+        )
+        for name, parameter, agreed in reductions:
+            path = f"megatron.training.utils:{name}_across_model_parallel_group({parameter})"
+            yield Hook(path, own, partial(self._in_script, agreed))
+
+    def _replica_hooks(self) -> Iterator[Hook]:
+        """Yield the hooks that only `--hierarchical-sgd` needs."""
+        yield Hook(
+            "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
+            "averages the losses over replicas before they are printed or recorded, and not in every iteration",
+            partial(self._in_script, lambda run, call: run.replicas.average_logged_losses(call)),
+        )
+        yield Hook(
+            "megatron.training.training:evaluate_and_print_results(iteration)",
+            "averages the parameters of all replicas before an evaluation",
+            partial(self._in_script, lambda run, call: run.replicas.average_first(call)),
         )
 
     def needed(self) -> Iterator[Needed]:
@@ -218,12 +248,6 @@ class ScriptHooks:
             if _script_arguments() is not None:
                 raise SessionError("megatron-core's process groups exist already: call enable() before pretrain()")
             self._run = LoopRun(self.flags)
-        return self._run
-
-    @property
-    def script_run(self) -> Run:
-        """The `Run` of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
-        assert isinstance(self._run, Run)
         return self._run
 
     def _keep_data_provider(self, call: Call) -> Any:

@@ -65,7 +65,8 @@ class Run:
         self._optimizer: Any = None
         """The script's optimizer; None unless post-validation or hierarchical SGD needs the optimizer."""
         self.units = ScriptUnits(script, job.flags)
-        self.post_validation = ScriptPostValidation(script)
+        self._post_validation: ScriptPostValidation | None = None
+        """None before the first step, and if the schedule takes no optimizer steps, as on a single pipeline rank."""
         self.replicas = ScriptReplicas(script, self.session)
         self._summary = RunSummary()
         self.stages = self._placed()
@@ -186,7 +187,7 @@ class Run:
             self._start()
         # Megatron-LM may skip an iteration, or run it a second time.
         self.session.iteration = getattr(self._script, "curr_iteration", self.session.iteration)
-        is_local = self.replicas.is_local
+        is_local = self.session.replicas.is_local
         arguments["forward_step_func"] = self.stages.placed(arguments["forward_step_func"])
         losses = self.stages.to_last_rank(self.session.forward_backward(**arguments))
         if not arguments.get("forward_only", False):
@@ -204,15 +205,28 @@ class Run:
         """Take the optimizer step unless the schedule has taken it; then, if due, average the replicas' parameters."""
         if call["self"] is not self._optimizer:
             return call.proceed()
-        outcome = self.post_validation.step(call)
+        outcome = call.proceed() if self._post_validation is None else self._post_validation.step()
         if self.session.job.hierarchy is not None:
             self.replicas.after_step(self._script.curr_iteration + 1)
         return outcome
 
+    def zero_gradients(self, call: Call) -> Any:
+        """Zero the gradients if the last step is validated; otherwise, the validation will zero the gradients."""
+        validation = self.session.post_validation
+        return None if validation is not None and validation.is_pending else call.proceed()
+
+    def agreed(self, value: Any, call: Call) -> Any:
+        """Under post-validation, return `value` instead of reducing it: all ranks have the same value."""
+        if self._post_validation is None:
+            return call.proceed()
+        # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
+        return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+
     def save(self, call: Call) -> Any:
         """Before `save_checkpoint`, validate the last step and average the replicas' weights and optimizer states."""
         self.session.settle()
-        self.replicas.average_before_saving()
+        if self.session.job.hierarchy is not None and self.session.has_started:
+            self.session.average_all(self._script.curr_iteration + 1, with_states=True)
         return call.proceed()
 
     def _start(self) -> None:
@@ -224,7 +238,8 @@ class Run:
                 self.session.split(self._built)
                 self._chunks = self._built
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
-        self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
+        if (validation := self.session.post_validation) is not None:
+            self._post_validation = ScriptPostValidation(self._script, validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, call: Call) -> Any:
         """When `print_rank_last` prints a training log line, append the share of idle time; a collective call."""

@@ -15,14 +15,14 @@ replicas do not wait for each other. Losses are averaged over the replicas befor
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.launcher.hooks import Call, Needed
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0
@@ -30,27 +30,20 @@ from megatron.zero_bubble.session.session import Session
 
 
 class ScriptPostValidation:
-    """Replaces a script's calls of `optimizer.step()` and `zero_grad()` under post-validation."""
+    """Answers a script's calls of `optimizer.step()` with the outcomes of the steps that the schedule has taken.
 
-    def __init__(self, script: Namespace) -> None:
-        self._script = script
-        self._optimizer: Any = None
-        self._chunks: list[Any] = []
-        self._post_validation: PostValidation | None = None
+    Args:
+        post_validation: the `PostValidation` of the schedule.
+        chunks: this rank's model chunks, wrapped in DDP.
+    """
+
+    def __init__(self, script: Namespace, post_validation: PostValidation, optimizer: Any, chunks: list[Any]) -> None:
+        self._script, self._post_validation = script, post_validation
+        self._optimizer, self._chunks = optimizer, chunks
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
         """Whether no step has run yet; scripts always log the first iteration of a run."""
-
-    def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
-        """Let `post_validation` handle the script's later calls of `optimizer.step()` and `zero_grad()`.
-
-        Args:
-            post_validation: the `PostValidation` of the schedule; None with a single pipeline rank, where no schedule
-                takes the steps.
-        """
-        self._post_validation, self._optimizer, self._chunks = post_validation, optimizer, chunks
-        if post_validation is not None:
-            post_validation.settled = self._settle_outcome
+        post_validation.settled = self._settle_outcome
 
     def _settle_outcome(self, outcome: StepOutcome) -> None:
         self._outcome = outcome
@@ -58,10 +51,8 @@ class ScriptPostValidation:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def step(self, call: Call) -> Any:
-        """Return the outcome of the step that the schedule has taken, instead of taking an optimizer step."""
-        if self._post_validation is None:
-            return call.proceed()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Return the outcome of the step that the schedule has taken, in the form of megatron-core's optimizers."""
         is_first, self._is_first = self._is_first, False
         if not is_first and not self._is_logged():
             return True, None, None
@@ -74,19 +65,6 @@ class ScriptPostValidation:
         iteration = script.curr_iteration + 1
         is_printed = iteration % script.log_interval == 0
         return is_printed or _is_recorded(script, iteration) or iteration == script.train_iters
-
-    def unless_pending(self, call: Call) -> Any:
-        """Zero the gradients if the last step is validated; otherwise, the validation will zero the gradients."""
-        if self._post_validation is None or not self._post_validation.is_pending:
-            return call.proceed()
-        return None
-
-    def agreed(self, value: Any, call: Call) -> Any:
-        """Return `value` instead of reducing `value` over the ranks, because all ranks have the same value."""
-        if self._post_validation is None:
-            return call.proceed()
-        # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
-        return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
@@ -114,37 +92,17 @@ def needed_for_post_validation() -> Iterator[Needed]:
         yield Needed(f"megatron.core.{signature}", reason)
 
 
-def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
-    """Yield the hooks that only `--zero-bubble-post-validation` needs."""
-    deferred = "zeroes gradients only after the step that used them is validated"
-    for path in (
-        "optimizer.optimizer:ChainedOptimizer.zero_grad",
-        "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
-    ):
-        yield Hook(f"megatron.core.{path}(self)", deferred, lambda call: run().unless_pending(call))
-    own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
-    reductions = "megatron.training.utils:{}_across_model_parallel_group({})"
-    yield Hook(reductions.format("logical_and", "input"), own, lambda call: run().agreed(call["input"], call))
-    yield Hook(reductions.format("reduce_max_stat", "stat"), own, lambda call: run().agreed(call["stat"], call))
-
-
 class ScriptReplicas:
     """Averages parameters and logged losses over the replicas of a script's model under hierarchical SGD."""
 
     def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script
         self._session = session
-        self._averages = session.job.hierarchy is not None
-        if self._averages and getattr(script, "rerun_mode", "disabled") != "disabled":
+        if session.job.hierarchy is not None and getattr(script, "rerun_mode", "disabled") != "disabled":
             print_rank_0(
                 f" > {HIERARCHICAL_SGD}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every "
                 "iteration; --rerun-mode disabled avoids that"
             )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the next optimizer step uses only this replica's own gradients."""
-        return self._session.replicas.is_local
 
     def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the mean losses of this replica in a form that Megatron-LM does not reduce over replicas.
@@ -169,16 +127,11 @@ class ScriptReplicas:
             self._session.average_all(call["iteration"])
         return call.proceed()
 
-    def average_before_saving(self) -> None:
-        """Give all replicas the same parameters and the same optimizer state."""
-        if self._averages and self._session.has_started:
-            self._session.average_all(self._script.curr_iteration + 1, with_states=True)
-
     def average_logged_losses(self, call: Call) -> Any:
         """Average losses over replicas before a call that prints Megatron-LM's log line or records losses."""
         is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
         is_logged = is_printed or _is_recorded(self._script, call["iteration"])
-        if self.is_local and is_logged and call["loss_dict"]:
+        if self._session.replicas.is_local and is_logged and call["loss_dict"]:
             sums, names = call["total_loss_dict"], list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
             for name in names:
@@ -207,17 +160,3 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
     mean = value.clone() / group.size()
     dist.all_reduce(mean, group=group)
     return mean
-
-
-def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
-    """Yield the hooks that only `--hierarchical-sgd` needs."""
-    yield Hook(
-        "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
-        "averages the losses over replicas before they are printed or recorded, and not in every iteration",
-        lambda call: replicas().average_logged_losses(call),
-    )
-    yield Hook(
-        "megatron.training.training:evaluate_and_print_results(iteration)",
-        "averages the parameters of all replicas before an evaluation",
-        lambda call: replicas().average_first(call),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -44,6 +45,16 @@ class ForwardState:
             if tensor.shape != value.shape:  # a forward has resized the buffer in place
                 tensor.resize_(value.shape)
             tensor.copy_(value)
+
+
+@contextmanager
+def without_trace(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """At the end of the `with` block, also after an error, undo the side effects of the forwards in the block."""
+    before = ForwardState(modules, device)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
 from megatron.zero_bubble.pipeline.options import PipelineOptions
-from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, built, call_of, class_name_of, tie_of
+from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, call_of, class_name_of, module_of, tie_of
 from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 from megatron.zero_bubble.pipeline.weight_split import split_modules
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -80,11 +80,12 @@ class LayerBuilder:
     def _module(self, index: int, stage: int, tied: dict[str, dict[int, nn.Module]]) -> nn.Module:
         """Return the module of layer `index`; tied layers with the same key share one module on each stage."""
         key = tie_of(self.layers[index])
-        if key is None:
-            return built(self.layers, index, self.device)
-        if stage not in tied[key]:
-            tied[key][stage] = built(self.layers, index, self.device)
-        return tied[key][stage]
+        if key is not None and stage in tied[key]:
+            return tied[key][stage]
+        module = module_of(self.layers, index, self.device).to(self.device)
+        if key is not None:
+            tied[key][stage] = module
+        return module
 
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
         """Split the backward of a stage's layers into B and W; count the parameters whose gradients stay in B."""

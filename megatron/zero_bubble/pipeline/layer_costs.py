@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.failures import failing_as
-from megatron.zero_bubble.pipeline.forward_state import ForwardState
+from megatron.zero_bubble.pipeline.forward_state import without_trace
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
 from megatron.zero_bubble.pipeline.specs import call_of, module_of
 from megatron.zero_bubble.pipeline.weight_split import split_modules
@@ -50,8 +50,7 @@ def measure_layers(
     Raises:
         ValueError: a layer or the loss function cannot be copied, or fails during the measurement.
     """
-    state = ForwardState([], device)
-    try:
+    with without_trace([], device):
         value, targets = example
         times = []
         for index, layer in enumerate(layers):
@@ -66,8 +65,6 @@ def measure_layers(
             of_output = lambda output: loss(output, clone_tensors(targets))  # noqa: E731
             of_loss, _ = _measure(of_output, value, WeightGradStore(), device, needs_input_grad=True)
         return [*times[:-1], LayerTimes(*map(sum, zip(times[-1], of_loss, strict=True)))]
-    finally:
-        state.restore()
 
 
 def _copied(module: nn.Module) -> Any:

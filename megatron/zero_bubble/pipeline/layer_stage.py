@@ -14,7 +14,7 @@ from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
-from megatron.zero_bubble.pipeline.forward_state import ForwardState
+from megatron.zero_bubble.pipeline.forward_state import ForwardState, without_trace
 from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
@@ -103,7 +103,7 @@ class LayerStage:
 
     def remember(self) -> None:
         """Save the random states and buffers, in case the forwards before the operation VALIDATE have to run again."""
-        self._remembered = self._forward_state()
+        self._remembered = ForwardState(self._restored_modules, self.device)
 
     def restart(self) -> None:
         self._remembered.restore()
@@ -221,7 +221,7 @@ class LayerStage:
         chunk = self.stages.index(stage)
         if message is not None:
             message.requires_grad_()
-        with self._without_trace(), self.autocast.forward():
+        with without_trace(self._restored_modules, self.device), self.autocast.forward():
             given = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
             value, before = given, versions_of(given)
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
@@ -275,18 +275,6 @@ class LayerStage:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss depends on no parameter that requires a gradient")
         return loss
-
-    @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        """At the end of the `with` block, undo the side effects of the forwards in the block."""
-        before = self._forward_state()
-        try:
-            yield
-        finally:
-            before.restore()
-
-    def _forward_state(self) -> ForwardState:
-        return ForwardState(self._restored_modules, self.device)
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:

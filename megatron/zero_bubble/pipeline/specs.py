@@ -127,11 +127,6 @@ def built_on_meta(spec: LayerSpec) -> torch.nn.Module:
         return spec.build()
 
 
-def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
-    """Return the module of layer `index`, moved to `device`; see `module_of`."""
-    return module_of(layers, index, device).to(device)
-
-
 def module_of(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
     """Return the module of layer `index` on its present device; a layer that is built from a spec is on `device`.
 

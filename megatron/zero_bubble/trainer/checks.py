@@ -6,6 +6,7 @@ that names the flag, its value and a remedy.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import check_chunk_flags, chunks_of_flags
 from megatron.zero_bubble.session.model_states import ReplicaCounts
-from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
+from megatron.zero_bubble.session.output_places import check_places, check_zero_bubble_outputs
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
@@ -36,7 +37,6 @@ from megatron.zero_bubble.trainer.model_checks import (
     check_model,
     check_recomputation,
 )
-from megatron.zero_bubble.trainer.output_folders import check_checkpoint_and_numerics
 
 
 def complete_and_check(
@@ -251,3 +251,24 @@ def _check_data(args: Arguments) -> None:
         raise ValueError("--tokenizer-type is missing: HuggingFaceTokenizer, for example")
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
         raise ValueError("--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")
+
+
+def check_checkpoint_and_numerics(args: Arguments) -> None:
+    """Check the flags of checkpoints and of --log-numerics, and check that the file and the folder can be written.
+
+    Raises:
+        ValueError: flags contradict each other, a package is missing, or the file or the folder cannot be written.
+    """
+    if args.load == "":
+        raise ValueError("--load '' names no place: give a path, or leave the flag out")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"
+        )
+    if args.save is None and args.save_interval is not None:
+        raise ValueError("--save-interval needs --save FOLDER")
+    if args.save is not None and importlib.util.find_spec("psutil") is None:
+        raise ValueError(
+            f"--save {args.save}: megatron-core writes checkpoints only where the package psutil is installed"
+        )
+    check_places(args, ("save",), ("log_numerics",))

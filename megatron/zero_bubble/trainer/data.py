@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron.zero_bubble.mcore.attention import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data_config import dataset_config, requested_samples
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset, NoSampleError
-from megatron.zero_bubble.trainer.data_files import SPLITS, fingerprint
+from megatron.zero_bubble.trainer.data_files import SPLITS, blends_of, fingerprint
 
 
 class ContentKeyedGPTDataset(GPTDataset):
@@ -55,18 +55,12 @@ class Datasets:
     """Number of samples of each split, the same on all ranks; 0 for a missing split, which is not evaluated."""
 
 
-def build_datasets(
-    args: Arguments,
-    tokenizer: MegatronTokenizerBase,
-    needs_data: bool,
-    log: Callable[[str], None] = lambda line: None,
-) -> Datasets:
-    """Build or load the datasets and their sample indices; a collective call of all ranks.
+def build_datasets(args: Arguments, tokenizer: MegatronTokenizerBase, needs_data: bool) -> Datasets:
+    """Build or load the datasets and their sample indices, and print the progress; a collective call of all ranks.
 
     Args:
         needs_data: whether a model chunk of this rank needs data. Only rank 0 of a tensor-parallel group reads data.
             Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
-        log: function that prints a line about the progress, on rank 0 only.
 
     Raises:
         ValueError: on one rank, if this rank cannot write or read the index cache; on every rank, if a split has too
@@ -76,12 +70,12 @@ def build_datasets(
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
     requested = requested_samples(args)
     where = args.data_cache_path or ("memory" if args.mock_data else "PREFIX/cache beside the data")
-    log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
+    print_rank_0(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
     start, logger = time.perf_counter(), logging.getLogger(gpt_dataset.__name__)
     kinds = (DocumentDataset, MockDocumentDataset) if args.variable_seq_lengths else _OF_ONE_LENGTH
     try:
         builder = BlendedMegatronDatasetBuilder(
-            kinds[args.mock_data], list(requested), lambda: is_built, dataset_config(args, tokenizer)
+            kinds[args.mock_data], list(requested), lambda: is_built, _dataset_config(args, tokenizer)
         )
         logger.addFilter(_is_other_warning)
         splits = builder.build()
@@ -99,7 +93,9 @@ def build_datasets(
     lengths = torch.tensor([0 if split is None else len(split) for split in splits], device=own_device())
     torch.distributed.broadcast(lengths, src=0)
     num_samples = tuple(lengths.tolist())
-    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
+    print_rank_0(
+        f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples"
+    )
     # megatron-core repeats data as often as a run needs, except data in a blend without weights.
     for split, have, need in zip(SPLITS[:2], num_samples, requested, strict=False):  # nothing reads the test split
         if have < need and (have > 0 or split == "train"):
@@ -111,6 +107,27 @@ def build_datasets(
     return Datasets(train, valid, test, num_samples)
 
 
+def _dataset_config(args: Arguments, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
+    """Return megatron-core's dataset configuration for the flags `args`."""
+    blends = blends_of(args)
+    per_split = [blends.get(f"--{name}-data-path") for name in SPLITS]
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blends.get("--data-path"),
+        blend_per_split=per_split if any(per_split) else None,
+        split=args.split if args.data_path else None,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        # Only --reset-attention-mask needs masks [b, 1, s, s] in the data; attention is otherwise causal.
+        create_attention_mask=args.reset_attention_mask,
+        mmap_bin_files=not args.no_mmap_bin_files,
+    )
+
+
 def _is_other_warning(record: logging.LogRecord) -> bool:
     """Return False if `record` is megatron-core's warning that indices of mock data are in memory only, else True."""
     return "because path_to_cache is None" not in record.getMessage()
@@ -118,6 +135,36 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
 
 def _by_split(num_samples: tuple[int, ...]) -> str:
     return ", ".join(f"{split} {number}" for split, number in zip(SPLITS, num_samples, strict=True))
+
+
+def requested_samples(args: Arguments) -> tuple[int, int, int]:
+    """Return the numbers of training, validation and test samples of a run; `args` must have all defaults filled in."""
+    evaluations = args.train_iters // args.eval_interval + 1
+    per_evaluation = args.eval_iters * args.global_batch_size
+    return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
+
+
+def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: tuple[int, int]) -> None:
+    """Refuse data that ends before the last iteration of a run that resumes after iteration `iteration`.
+
+    Args:
+        samples: the number of samples in each split of this run's data.
+        used: numbers of training and validation samples that the saved run has read.
+
+    Raises:
+        ValueError: too little data is left; the message is one line.
+    """
+    iterations, batch = args.train_iters - iteration, args.global_batch_size
+    evaluations = (args.train_iters // args.eval_interval - iteration // args.eval_interval) * args.eval_iters
+    of_evaluation = f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} "
+    rows = (("train", iterations, "", ""), ("valid", evaluations, of_evaluation, ", or --eval-iters 0"))
+    for have, read, (split, batches, flags, instead) in zip(samples, used, rows, strict=False):
+        need = batches * batch
+        if need > 0 and 0 < have < read + need:
+            raise ValueError(
+                f"{flags}--global-batch-size {batch}: the {split} data has {have} samples for this, of which the run "
+                f"in --load has used {read}, and {need} more are needed: give that run's values{instead}"
+            )
 
 
 class Batch(NamedTuple):

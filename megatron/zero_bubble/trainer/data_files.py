@@ -1,4 +1,4 @@
-"""Checks tokenized data (.bin/.idx pairs, blends and splits) early and without communication.
+"""Checks data flags and tokenized data (.bin/.idx pairs, blends and splits) early and without communication.
 
 megatron-core detects mistakes in data late: by a traceback on one rank, by an endless loop (a split without documents),
 or by an out-of-range index on the GPU (tokens of another tokenizer). All checks of this module raise `ValueError` with
@@ -24,6 +24,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.zero_bubble.session.files import reading
+from megatron.zero_bubble.trainer.arguments import Arguments, DataFlags
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes of .bin/.idx pairs, and their weights; None stands for weights in proportion to the pairs' lengths."""
@@ -32,6 +33,39 @@ SPLITS = ("train", "valid", "test")
 
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document boundaries
 _CHUNK = 1 << 20  # elements read at a time
+
+
+def check_data(args: Arguments, vocab_size: int) -> None:
+    """Check every data file without communication; `complete_and_check` must have checked the flags before.
+
+    Args:
+        vocab_size: size of the tokenizer's vocabulary; every token id in the files must be below this size.
+
+    Raises:
+        ValueError: a file or a flag is wrong; the message is one line.
+    """
+    if (args.valid_data_path or args.test_data_path) and not args.train_data_path:
+        raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
+    if args.train_data_path and args.split != DataFlags.split:
+        raise ValueError(f"--split {args.split} cuts --data-path; it has no effect with --train-data-path")
+    split = args.split if args.data_path else None
+    if split is not None:
+        check_split(split)
+    for flag, (prefixes, weights) in blends_of(args).items():
+        # In a blend without weights, each dataset is read for one epoch, and must therefore contain a whole sample.
+        holds_samples = weights is None and len(prefixes) > 1 and not args.variable_seq_lengths
+        min_tokens = args.seq_length + 1 if holds_samples else 1
+        for prefix in prefixes:
+            file = open_token_file(prefix, flag)
+            check_vocabulary(file, vocab_size, flag)
+            check_split_sizes(file, split, min_tokens, flag)
+
+
+def blends_of(args: Arguments) -> dict[str, Blend]:
+    """Return the blend of datasets that each given data flag describes, in a dictionary with the flags as keys."""
+    paths = {"--data-path": args.data_path}
+    paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
+    return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
-from megatron.zero_bubble.trainer.data import build_datasets, needed_tensors
-from megatron.zero_bubble.trainer.data_config import check_data, check_rest
+from megatron.zero_bubble.trainer.data import build_datasets, check_rest, needed_tensors
+from megatron.zero_bubble.trainer.data_files import check_data
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
@@ -123,7 +123,7 @@ def open_data(
     """
     stages, progress = [unwrap_model(chunk) for chunk in state.model], state.progress
     reads = [bool(needed_tensors(args, embeds=stage.pre_process, is_last=stage.post_process)) for stage in stages]
-    datasets = build_datasets(args, tokenizer, any(reads), print_rank_0)
+    datasets = build_datasets(args, tokenizer, any(reads))
     used = (progress.consumed_train_samples, progress.consumed_valid_samples)
     check_rest(args, datasets.num_samples, progress.iteration, used)
     has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0

@@ -12,9 +12,8 @@ import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
@@ -22,8 +21,6 @@ from megatron.zero_bubble.session.files import reading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from megatron.zero_bubble.trainer.arguments import Arguments
 
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
@@ -37,19 +34,25 @@ _ANY = (Exception,)
 
 
 class LocalTokenizer(MegatronTokenizerBase):
-    """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize` and `detokenize`.
+    """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize`, `detokenize` and `vocab`.
 
     The tokenizer has no padding token. Therefore GPTDataset pads with -1, which is not the id of any token.
 
-    Args:
-        vocab: a dictionary from the text of every token to its id.
+    Attributes:
+        vocab_size: largest token id + 1, because token ids may have gaps, and the embedding needs a row for the largest
+            id.
         eod: the id of the token that ends a document.
-        content: bytes that identify this tokenizer among tokenizers of its class, and do not depend on a path.
+        unique_identifiers: the entries that identify this tokenizer in a dataset's cache key.
     """
 
-    def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
+    vocab_size = 0  # replaces the abstract method of the base class
+
+    def __init__(self, path: str, library: str, vocab_size: int, eod: int, content: bytes) -> None:
+        """Set the attributes; `content` identifies this tokenizer among tokenizers of its class, whatever its path."""
         super().__init__(path, {"library": library})
-        self._vocab, self._eod, self._digest = vocab, eod, hashlib.sha256(content).hexdigest()
+        self.vocab_size, self.eod = vocab_size, eod
+        digest = hashlib.sha256(content).hexdigest()
+        self.unique_identifiers = OrderedDict({"class": type(self).__name__, "sha256": digest})
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of every text; a subclass may encode the texts in parallel."""
@@ -58,25 +61,6 @@ class LocalTokenizer(MegatronTokenizerBase):
     def apply_chat_template(self, *args: object, **kwargs: object) -> str:
         raise NotImplementedError("pretraining needs no chat template")
 
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """Largest token id + 1, because token ids may have gaps, and the embedding needs a row for the largest id."""
-        return max(self._vocab.values()) + 1
-
-    @property
-    def eod(self) -> int:
-        """The id of the token that ends a document."""
-        return self._eod
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
-        """The entries that identify this tokenizer in a dataset's cache key."""
-        return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
-
 
 class HuggingFaceTokenizer(LocalTokenizer):
     """A tokenizer of the `tokenizers` library. Like megatron-core's tokenizers, it adds no special tokens to a text."""
@@ -84,9 +68,15 @@ class HuggingFaceTokenizer(LocalTokenizer):
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        vocab = tokenizer.get_vocab(with_added_tokens=True)
-        super().__init__(path, "tokenizers", vocab, vocab[eod_token], tokenizer.to_str().encode())
         self._tokenizer = tokenizer
+        vocab = self.vocab
+        super().__init__(
+            path, "tokenizers", max(vocab.values()) + 1, vocab[eod_token], content=tokenizer.to_str().encode()
+        )
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_all([text])[0]
@@ -103,8 +93,7 @@ class NullTokenizer(LocalTokenizer):
     """A tokenizer for texts of integers below `num_tokens`, separated by spaces; id `num_tokens` ends a document."""
 
     def __init__(self, num_tokens: int) -> None:
-        # Only the last token is listed, because this token determines the size, and the whole list may be too large.
-        super().__init__("null", "null", {str(num_tokens): num_tokens}, num_tokens, str(num_tokens).encode())
+        super().__init__("null", "null", num_tokens + 1, eod=num_tokens, content=str(num_tokens).encode())
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -117,45 +106,31 @@ class NullTokenizer(LocalTokenizer):
         return " ".join(map(str, ids))
 
 
-def load_tokenizer(args: Arguments) -> LocalTokenizer:
+def load_tokenizer(flags: Any) -> LocalTokenizer:
     """Load the tokenizer that the flags name.
 
-    Raises:
-        ValueError: a flag is missing or a file cannot be read.
-    """
-    assert args.tokenizer_type is not None
-    return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
-
-
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-) -> LocalTokenizer:
-    """Build a tokenizer; the arguments have the names and meanings of Megatron-LM's flags.
-
     Args:
-        tokenizer_type: one of `TOKENIZER_TYPES`.
-        tokenizer_model: for `HuggingFaceTokenizer`, a tokenizer.json or a folder with a tokenizer.json. The folder's
-            tokenizer_config.json may name the end-of-document token as `eos_token`.
-        vocab_size: for `NullTokenizer`, the number of tokens; for other types, a number that must not be below the
-            vocabulary size.
-        vocab_file: for `GPT2BPETokenizer`, a vocab.json.
-        merge_file: for `GPT2BPETokenizer`, a merges.txt.
+        flags: an object with the values of these flags as attributes:
+            `tokenizer_type`, one of `TOKENIZER_TYPES`;
+            `tokenizer_model`, for `HuggingFaceTokenizer`, a tokenizer.json or a folder with a tokenizer.json. The
+            folder's tokenizer_config.json may name the end-of-document token as `eos_token`;
+            `vocab_size`, for `NullTokenizer`, the number of tokens; for other types, a number that must not be below
+            the vocabulary size;
+            `vocab_file`, for `GPT2BPETokenizer`, a vocab.json;
+            `merge_file`, for `GPT2BPETokenizer`, a merges.txt.
 
     Raises:
         ValueError: a flag is missing or a file cannot be used; the message is one line that names the flag.
     """
+    tokenizer_type, vocab_size = flags.tokenizer_type, flags.vocab_size
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
         return NullTokenizer(vocab_size)
     if tokenizer_type == "HuggingFaceTokenizer":
-        tokenizer = _from_tokenizer_json(tokenizer_model)
+        tokenizer = _from_tokenizer_json(flags.tokenizer_model)
     elif tokenizer_type == "GPT2BPETokenizer":
-        tokenizer = _from_gpt2_files(vocab_file, merge_file)
+        tokenizer = _from_gpt2_files(flags.vocab_file, flags.merge_file)
     else:
         raise ValueError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:

@@ -27,10 +27,8 @@ FAULTS = (
     Fault(
         name="probe-changes-buffers",
         file="pipeline/layer_stage.py",
-        old="""        finally:
-            before.restore()""",
-        new="""        finally:
-            pass""",
+        old="        with without_trace(self._restored_modules, self.device), self.autocast.forward():",
+        new="        with self.autocast.forward():",
         effect=(
             "Layers with buffers, such as batch norm, count the microbatch that only finds out the messages, so "
             "that running means are wrong from the first step on."

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
-from megatron.zero_bubble.trainer.output_folders import check_checkpoint_and_numerics
+from megatron.zero_bubble.trainer.checks import check_checkpoint_and_numerics
 from tests.checked_flags import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
