@@ -8,7 +8,9 @@ continues (iterated local search).
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
 from random import Random
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
@@ -110,7 +112,7 @@ class _LocalSearch:
     def move(self) -> None:
         """Make the move with the lowest estimated cost among the moves that cause no deadlock."""
         self.num_moves += 1
-        for move in self._promising()[:ATTEMPTS]:
+        for move in islice(self._promising(), ATTEMPTS):
             self.stays[move.moved] = self.num_moves + TENURE
             if self.moves.apply(move):
                 graph, best, small = self.graph, self.best, tolerance(self.best.cost)
@@ -121,16 +123,26 @@ class _LocalSearch:
                 return
         self.is_stuck = True
 
-    def _promising(self) -> list[Move]:
-        """The moves in the order of their estimated costs.
+    def _promising(self) -> Iterator[Move]:
+        """Yield the moves in the order of their estimated costs, from the lowest cost.
 
-        A move of an operation in the tabu list `stays` is left out unless its estimated cost is below the cost of the
-        best plan.
+        A repair seldom lowers the estimated cost of a move, so a move is repaired only if its cost before the repair is
+        the lowest. A move of an operation in the tabu list `stays` is left out unless its estimated cost is below the
+        cost of the best plan.
         """
-        estimated = []
-        for move in chain.from_iterable(map(self.moves.fitting, self.moves.possible())):
-            cost = self.graph.longest_through(move.rank, move.first, move.end, move.part)
-            stays = self.stays.get(move.moved, 0) >= self.num_moves
-            if not stays or cost < self.best.cost - tolerance(self.best.cost):
-                estimated.append((cost, move))
-        return [move for _, move in sorted(estimated)]
+        shorter = self.best.cost - tolerance(self.best.cost)
+        tabu = {op for op, last in self.stays.items() if last >= self.num_moves}
+        queue = [(self._estimate(move), False, move) for move in self.moves.possible()]
+        heapify(queue)
+        while queue:
+            cost, fits, move = heappop(queue)
+            if move.moved in tabu and cost >= shorter:
+                continue
+            if fits:
+                yield move
+                continue
+            for fitting in self.moves.fitting(move):
+                heappush(queue, (self._estimate(fitting), True, fitting))
+
+    def _estimate(self, move: Move) -> float:
+        return self.graph.longest_through(move.rank, move.first, move.end, move.part)
