@@ -39,7 +39,7 @@ import torch
 from megatron.zero_bubble.cli.check.arguments import PARTS, CheckFlags
 from megatron.zero_bubble.cli.check.matrix import cells, chosen
 from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.cli.trainings import one_process
@@ -115,13 +115,9 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr)
 
 
-def main(argv: list[str]) -> int:
-    return run_command(PROG, lambda: _run(argv))
-
-
-def _run(argv: list[str]) -> bool:
+@command(PROG, CheckFlags, __doc__)
+def main(flags: CheckFlags) -> bool:
     """Run `zero-bubble check`, write the findings, and return whether all parts of the check passed."""
-    flags = read_flags(CheckFlags, argv, PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:

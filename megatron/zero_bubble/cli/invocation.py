@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
+from functools import wraps
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
@@ -41,6 +42,26 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
         return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def command(
+    prog: str, arguments: type[T], description: str | None
+) -> Callable[[Callable[[T], bool | None]], Callable[..., int]]:
+    """Return a decorator that makes the `main` of a command from a function of the command's flags.
+
+    `main` parses a list of words (by default the words of the command line) with `read_flags`, whose parameters `prog`,
+    `arguments` and `description` are; it calls the function and returns the exit status of `run_command`.
+    """
+
+    def decorate(body: Callable[[T], bool | None]) -> Callable[..., int]:
+        @wraps(body)
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = sys.argv[1:] if argv is None else argv
+            return run_command(prog, lambda: body(read_flags(arguments, words, prog, description or "")))
+
+        return main
+
+    return decorate
 
 
 class _CommandParser(FlagParser):
