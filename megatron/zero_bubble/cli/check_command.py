@@ -49,8 +49,6 @@ from megatron.zero_bubble.schedule.errors import one_line
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.check.findings import Findings, StageCheck
 
-ROOT = Path(__file__).resolve().parents[3]
-"""The folder that contains `megatron/zero_bubble`: a clone of the repository, or site-packages."""
 MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
@@ -73,7 +71,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
                 _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, results)
 
     def ranks() -> None:
-        rank_check = RankCheck(flags.device == "cuda", [ROOT], scratch, flags.time_limit, _say)
+        rank_check = RankCheck(flags.device == "cuda", scratch, flags.time_limit, _say)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
     for name, part in zip(PARTS, (stages, ranks), strict=True):
@@ -83,7 +81,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
             except Exception as error:
                 traceback.print_exc()
                 errors[name] = f"{type(error).__name__}: {one_line(error)}"
-    return Findings(describe_machine(ROOT), errors=errors, **results)
+    return Findings(describe_machine(), errors=errors, **results)
 
 
 def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> None:

@@ -82,14 +82,12 @@ class RankCheck:
     """Runs training jobs with one device for each rank; if there are too few devices, all ranks share the first device.
 
     Args:
-        paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the training data and for the files that the ranks write.
         time_limit: seconds that a training may take.
         say: function that is called with a description of the trainings that run next.
     """
 
     has_cuda: bool
-    paths: Sequence[Path]
     folder: Path
     time_limit: float
     say: Callable[[str], None]
@@ -112,7 +110,7 @@ class RankCheck:
         return [Backend(name, one_queue) for name in names for one_queue in (False, True)], refused
 
     def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
-        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.time_limit).run(trainings)
+        return RankStart(backend, NUM_RANKS, self.folder, self.time_limit).run(trainings)
 
     def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
         # With one hardware queue, messages between GPUs must have the same shape in all microbatches.
