@@ -36,9 +36,8 @@ class PlaygroundFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, is_given in (("--port", self.port is not None), ("--no-browser", self.no_browser)):
-            if self.output is not None and is_given:
-                raise ValueError(f"argument {name}: not allowed with --output {self.output}, which serves nothing")
+        if self.output is not None:
+            self.refuse(("port", "no_browser"), f"--output {self.output}, which serves nothing")
 
 
 @command("zero-bubble playground", PlaygroundFlags, __doc__)
