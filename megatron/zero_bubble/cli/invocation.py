@@ -104,12 +104,12 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
     """Group the flags of `arguments` by the titles of the defining classes; flags of `arguments` itself come first."""
+    # If a subclass declares a flag anew, the flag keeps the title of the base class, which is later in the MRO.
+    definers = {name: base for base in arguments.__mro__ for name in vars(base).get("__annotations__", ())}
     groups: dict[str, list[Field[Any]]] = {}
-    bases = arguments.__mro__
-    for base in bases:
-        below = {name for other in base.__mro__[1:] for name in vars(other).get("__annotations__", ())}
+    for base in arguments.__mro__:
         for entry in fields(arguments):
-            if entry.metadata and entry.name in vars(base).get("__annotations__", ()) and entry.name not in below:
+            if entry.metadata and definers[entry.name] is base:
                 groups.setdefault(title_of(base), []).append(entry)
     return groups
 
@@ -196,3 +196,13 @@ def value_of(name: str, words: Sequence[str]) -> str | None:
     """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return next((after for before, after in reversed([*pairwise(apart)]) if before == name), None)
+
+
+def names_in(words: Sequence[str]) -> set[str]:
+    """Return the names of all flags in the command line `words`, without the values of words such as `--name=value`."""
+    return {word.split("=", 1)[0] for word in words if word.startswith("--")}
+
+
+def unless_given(words: Sequence[str], name: str, *value: str) -> list[str]:
+    """Return the flag `name` and its value as further words, or no words if the command line `words` has the flag."""
+    return [] if name in names_in(words) else [name, *value]
