@@ -71,7 +71,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
                 _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, results)
 
     def ranks() -> None:
-        rank_check = RankCheck(flags.device == "cuda", scratch, flags.time_limit, _say)
+        rank_check = RankCheck(flags.device == "cuda", scratch, flags.time_limit)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
     for name, part in zip(PARTS, (stages, ranks), strict=True):
@@ -85,7 +85,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
 
 
 def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> None:
-    _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
+    print(f"measuring a stage of {model.name}, {flags.rounds} rounds", file=sys.stderr)
     try:
         results["stages"].append(_measure_stage(model, flags))
     except torch.OutOfMemoryError as error:
@@ -104,13 +104,9 @@ def _measure_stage(model: Model, flags: CheckFlags) -> StageCheck:
         profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
     times = ", ".join(f"{kind} {profile.time(kind):.3f} ms" for kind in profile.times)
-    _say(f"{times}, (B + W) / fused {profile.price:.3f}")
+    print(f"{times}, (B + W) / fused {profile.price:.3f}", file=sys.stderr)
     message_bytes = 2 * model.seq_length * model.micro_batch_size * model.hidden_size  # in bf16
     return StageCheck(model, profile, memory, message_bytes / flags.interconnect_bandwidth / 1e6)
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr)
 
 
 @command(PROG, CheckFlags, __doc__)
