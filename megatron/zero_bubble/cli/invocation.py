@@ -47,10 +47,10 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 def command(
     prog: str, arguments: type[T], description: str | None
 ) -> Callable[[Callable[[T], bool | None]], Callable[..., int]]:
-    """Return a decorator that makes the `main` of a command from a function of the command's flags.
+    """Return a decorator that turns a function of a command's flags into the `main` of the command.
 
-    `main` parses a list of words (by default the words of the command line) with `read_flags`, whose parameters `prog`,
-    `arguments` and `description` are; it calls the function and returns the exit status of `run_command`.
+    `main` parses a list of words, by default the words of the command line, calls the function, and returns the exit
+    status of `run_command`. The arguments of `command` are arguments of `read_flags`.
     """
 
     def decorate(body: Callable[[T], bool | None]) -> Callable[..., int]:
