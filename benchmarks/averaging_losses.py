@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.benchmark.training_turn import printed_losses
-from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, positive, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, command, positive
 from megatron.zero_bubble.cli.output import deliver, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.cli.trainings import failure_reason
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.averaging_losses"
 _VALIDATION = re.compile(r" validation loss at iteration \d+ \| lm loss value: (\S+) \|")
 
 
@@ -80,12 +79,8 @@ def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
     return Losses(lines, float(validations[-1]) if validations else None)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _compare(sys.argv[1:] if argv is None else argv))
-
-
-def _compare(argv: list[str]) -> bool:
-    flags = read_flags(AveragingFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.averaging_losses", AveragingFlags, __doc__)
+def main(flags: AveragingFlags) -> bool:
     levels = ("--hierarchical-sgd", flags.hierarchical_sgd)
     warmup = ("--hierarchical-sgd-warmup", str(flags.hierarchical_sgd_warmup)) if flags.hierarchical_sgd_warmup else ()
     own_rate = () if flags.hierarchical_lr is None else ("--lr", str(flags.hierarchical_lr))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import PUBLISHED, PublishedModel, costs_of
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
@@ -26,7 +26,6 @@ from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.session.files import write_file
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
-_PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
 """Milliseconds of F, B, W and a message in the pictures; the times differ, so that a reader can tell the operations
@@ -140,12 +139,8 @@ def fill(page: str, mark: str, contents: str) -> str:
     return filled
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _document(sys.argv[1:] if argv is None else argv))
-
-
-def _document(argv: list[str]) -> None:
-    read_flags(CommandFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.document_schedules", CommandFlags, __doc__)
+def main(_flags: CommandFlags) -> None:
     page = PAGE.read_text(encoding="utf-8")
     page = fill(page, "comparison", comparison())
     page = fill(page, "pictures", pictures(PAGE.parent / "schedules"))

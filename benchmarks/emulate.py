@@ -44,19 +44,13 @@ from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.emulated_results import Result, emulate, emulation_table
 from benchmarks.emulation.iterations import emulate_iterations, iteration_table
 from benchmarks.emulation.measured import draw_median_step, profile_of
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.schedule.formats import profile_to_json
 
-_PROG = "benchmarks.emulate"
 
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _emulate(sys.argv[1:] if argv is None else argv))
-
-
-def _emulate(argv: list[str]) -> None:
-    flags = read_flags(EmulationFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.emulate", EmulationFlags, __doc__)
+def main(flags: EmulationFlags) -> None:
     results: Sequence[Result]
     if flags.post_validation:
         results = iterations = emulate_iterations(flags)

@@ -31,13 +31,12 @@ import torch.multiprocessing
 
 from benchmarks.emulation.sleeping import sleep_precisely, sleep_until, start_together
 from megatron.zero_bubble.cli.estimate.stragglers import ReplicasFlags, time_per_step
-from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command, positive
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.runtime.group_averager import average, groups_of_replicas
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.emulate_stragglers"
 _TIMEOUT = timedelta(minutes=5)
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.05
@@ -126,12 +125,8 @@ def emulated(flags: StragglerEmulationFlags) -> dict[str, float]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _emulate(sys.argv[1:] if argv is None else argv))
-
-
-def _emulate(argv: list[str]) -> bool:
-    flags = read_flags(StragglerEmulationFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.emulate_stragglers", StragglerEmulationFlags, __doc__)
+def main(flags: StragglerEmulationFlags) -> bool:
     times = flags.times()
     simulation = {name: time_per_step(times, levels) for name, levels in flags.methods.items()}
     measured = emulated(flags)

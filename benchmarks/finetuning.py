@@ -25,13 +25,12 @@ import torch.distributed as dist
 from examples.finetune_conversations import build_stage, forward_backward, microbatch, with_optimizer
 from megatron.zero_bubble import WeightGradStore, get_forward_backward_func, split_weight_gradients
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, REFITTED_AFTER
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.finetuning"
 _NOT_COUNTED = FIRST_STEPS[1] + REFITTED_AFTER
 """Number of steps until the costs are fitted to all samples."""
 
@@ -46,12 +45,8 @@ class FinetuningFlags:
     seed: int = flag("of the conversations", 1)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> None:
-    flags = read_flags(FinetuningFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.finetuning", FinetuningFlags, __doc__)
+def main(flags: FinetuningFlags) -> None:
     if not torch.cuda.is_available():
         substitute_cuda()
     from megatron.core import parallel_state

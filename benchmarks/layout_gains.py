@@ -28,7 +28,7 @@ from itertools import islice
 from typing import get_args
 
 from benchmarks.emulation.emulated_results import Result, run_plans
-from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command, positive
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, plan_layout, search_layouts
@@ -39,7 +39,6 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.layout_words import layers_words, placement_words
 
-_PROG = "benchmarks.layout_gains"
 _HEADS = (
     *("the output takes", "layout", "measured (ms)", "simulated", "above simulated", "idle"),
     *("to auto, linear", "to auto, even", "to 1F1B, even", "efficiency"),
@@ -112,12 +111,8 @@ def words_of(plan: Plan) -> str:
     return f"{placement_words(plan.layout)}: {layers_words(plan.layout)}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> None:
-    flags = read_flags(LayoutFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.layout_gains", LayoutFlags, __doc__)
+def main(flags: LayoutFlags) -> None:
     named = {size: list(plans_of(flags, size)) for size in flags.output_layers}
     timelines = [_named(f"{size:g}: {name}", plan.timeline) for size, plans in named.items() for name, plan in plans]
     total = (1 + flags.steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3

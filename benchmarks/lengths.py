@@ -23,14 +23,13 @@ from statistics import fmean, median
 
 from benchmarks.emulation.ranks import run_job
 from benchmarks.emulation.worker import EmulatedJob
-from megatron.zero_bubble.cli.invocation import at_least, one_number, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command, one_number
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.microbatch_order import order_microbatches
 from megatron.zero_bubble.schedule import Schedule, StageCosts, lower
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.lengths"
 _SIGMA = 0.8
 _LONG, _ONE_IN = 10.0, 8
 _ONE_F_ONE_B, _MEAN, _PLANNED = "1f1b, order of the data", "planned for the mean", "planned order"
@@ -96,12 +95,8 @@ def costs_of(flags: LengthsFlags, length: float) -> StageCosts:
     return StageCosts.uniform(flags.pipeline_size, time, time, time, flags.time_comm, **kept)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> None:
-    flags = read_flags(LengthsFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.lengths", LengthsFlags, __doc__)
+def main(flags: LengthsFlags) -> None:
     runs = list(contestants(flags))
     named = [replace(run.schedule, name=f"{run.name} {run.step}") for run in runs]
     seconds = (1 + flags.rounds) * sum(run.simulated for run in runs) / 1e3

@@ -29,14 +29,13 @@ from benchmarks.emulation.ranks import run_job
 from benchmarks.emulation.worker import EmulatedJob
 from benchmarks.executor_overhead import seconds_per_op
 from benchmarks.split_price import ModelSize, Round, measure_split
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import StageCosts, lower
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.overhead"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 TIME = 20.0
 """Milliseconds of F, of B and of W in the emulated runs."""
@@ -55,13 +54,9 @@ class OverheadFlags(TableFlags):
     model: str | None = flag("measure this model only", None, choices=[size.name for size in SIZES])
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> bool:
+@command("benchmarks.overhead", OverheadFlags, __doc__)
+def main(flags: OverheadFlags) -> bool:
     """Run all measurements, print their table, and return whether every target was met."""
-    flags = read_flags(OverheadFlags, argv, _PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of what a CPU lacks
     torch.set_num_threads(1)
     sizes = [size for size in SIZES if flags.model in (None, size.name)]

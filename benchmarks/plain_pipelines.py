@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from benchmarks.plain_contestants import TRAININGS, PlainPipeline, PlainTraining, contestants
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.session.flag_parser import flag
@@ -78,17 +78,12 @@ class PlainStepTimes:
         return [*cells, f"{median(ratios):.3f}", f"{low:.3f} .. {high:.3f}"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    return run_command(_PROG, lambda: _compare(arguments))
-
-
-def _compare(arguments: list[str]) -> bool:
-    flags = read_flags(PlainFlags, arguments, _PROG, __doc__ or "")
+@command(_PROG, PlainFlags, __doc__)
+def main(flags: PlainFlags) -> bool:
     if "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_NUM_RANKS)]
         environment = {**_KEEPS_MEMORY, **os.environ}
-        return subprocess.run([*launcher, "-m", _PROG, *arguments], env=environment, check=False).returncode == 0
+        return subprocess.run([*launcher, "-m", _PROG, *sys.argv[1:]], env=environment, check=False).returncode == 0
     dist.init_process_group("gloo")
     documents: list[dict[str, Any]] = []
     texts = []

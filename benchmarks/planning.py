@@ -27,7 +27,7 @@ from statistics import median, quantiles
 from typing import get_args
 
 from benchmarks.planning_at_scale import PROBLEMS, LargeProblem, planned_at_scale
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import generate
@@ -38,7 +38,6 @@ from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, 
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.planning"
 RANGES = ((0.0, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 3.0))
 """(smallest, largest) memory limit of each row of the table, in p M_B."""
 HEADS = ("placement", "limit (p M_B)", "problems", "median", "nine tenths", "most", "beside the best named", "worse")
@@ -182,13 +181,9 @@ def _row(kind: str, limits: str, found: Sequence[PlannedProblem]) -> tuple[str, 
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _plan_all(sys.argv[1:] if argv is None else argv))
-
-
-def _plan_all(argv: list[str]) -> bool:
+@command("benchmarks.planning", PlanningFlags, __doc__)
+def main(flags: PlanningFlags) -> bool:
     """Plan all problems, print the table, and return whether every plan is as good as all named schedules."""
-    flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
     if flags.scale:
         flags.deliver(*planned_at_scale(flags.large_problems, markdown=flags.markdown))
         return True

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import ceil
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
@@ -34,7 +34,6 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.random_models"
 RECOMPUTES = (Recompute.NONE, Recompute.PLANNED)
 WORTH_EFFORT = 1.1
 HEADS = ("models", "at most 1.00", "at most 1.03", "at most 1.05", "largest", "refused", "beside 1F1B: least", "median")
@@ -172,13 +171,9 @@ def _row(found: Sequence[ComparedLayout]) -> tuple[str, ...]:
     return str(len(found)), *shares, f"{max(above, default=1):.3f}", str(refused), *ends
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _choose_all(sys.argv[1:] if argv is None else argv))
-
-
-def _choose_all(argv: list[str]) -> bool:
+@command("benchmarks.random_models", RandomModelFlags, __doc__)
+def main(flags: RandomModelFlags) -> bool:
     """Choose layouts for the random models, print the table, and return whether the exit status is 0."""
-    flags = read_flags(RandomModelFlags, argv, _PROG, __doc__ or "")
     found = []
     for seed in range(flags.first_seed, flags.first_seed + flags.models):
         found.append(chosen_layout(seed, flags.operations))

@@ -25,12 +25,11 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHOSEN, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.situations"
 _MODEL = (
     *("--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4", "--mock-data"),
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
@@ -71,12 +70,8 @@ class SituationFlags(TableFlags):
     rounds: int = flag("turns of every schedule", 5, parse=at_least(1), metavar="N")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> None:
-    flags = read_flags(SituationFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.situations", SituationFlags, __doc__)
+def main(flags: SituationFlags) -> None:
     results = {name: measured(SITUATIONS[name], flags) for name in flags.situation or SITUATIONS}
     document = {name: [result.as_json() for result in of_one] for name, of_one in results.items()}
     rows = [row for name, of_one in results.items() for row in rows_of(name, of_one)]

@@ -21,10 +21,9 @@ from benchmarks.emulation.peers import ONE_CHUNK, peer_placements
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark_command import benchmark
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 from megatron.zero_bubble.session.flag_parser import flag
 
-_PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
 """Name of a schedule of torch.distributed.pipelining -> this project's schedule with the same order, whose simulation
 predicts the bubble rate and the time."""
@@ -44,12 +43,8 @@ class PeerFlags(BenchmarkFlags):
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _benchmark(sys.argv[1:] if argv is None else argv))
-
-
-def _benchmark(argv: list[str]) -> None:
-    flags = read_flags(PeerFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.train", PeerFlags, __doc__)
+def main(flags: PeerFlags) -> None:
     if flags.peers and flags.pipeline_size is None:
         raise ValueError("argument --peers: needs --pipeline-size")
     benchmark(flags, tuple(peers(flags, with_torch=flags.peers == "all")) if flags.peers else ())

@@ -24,14 +24,13 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.start_up import quiet_start_up
 
-_PROG = "benchmarks.zero_levels"
 _FSDP = ("--use-torch-fsdp2", "--zero-bubble-reduce-every-microbatch")
 _KEEPS = "--torch-fsdp2-no-reshard-after-forward"
 LEVELS = {
@@ -68,12 +67,8 @@ class Measured(NamedTuple):
     """Total bytes of the messages that the rank sends to other stages."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
-
-
-def _measure(argv: list[str]) -> None:
-    flags = read_flags(LevelFlags, argv, _PROG, __doc__ or "")
+@command("benchmarks.zero_levels", LevelFlags, __doc__)
+def main(flags: LevelFlags) -> None:
     quiet_start_up()
     undo = substitute_cuda()
     results = measure(flags)

@@ -69,18 +69,9 @@ class EmulationFlags(ScheduleFlags, LimitFlags, PostValidationFlags, TableFlags)
             raise ValueError(
                 "argument --time-reduce: give it together with a --data-parallel-size of at least 2, or neither"
             )
-        for name in ("profile_output", "timeline"):
-            if getattr(self, name) is not None and self.time_reduce is not None:
-                raise ValueError(
-                    f"argument --{name.replace('_', '-')}: not allowed with --time-reduce, which needs replicas"
-                )
-        if self.peers and self.time_reduce is not None:
-            raise ValueError(
-                "argument --peers: not allowed with --time-reduce: the gradients of peers are not reduced here"
-            )
-        for name in ("peers", "time_reduce", "profile_output", "timeline"):
-            if self.post_validation and getattr(self, name):
-                flag_name = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"argument {flag_name}: not allowed with --post-validation, which runs our schedules twice"
-                )
+        if self.time_reduce is not None:
+            self.refuse(("profile_output", "timeline"), "--time-reduce, which needs replicas")
+            self.refuse(("peers",), "--time-reduce: the gradients of peers are not reduced here")
+        if self.post_validation:
+            twice = "--post-validation, which runs our schedules twice"
+            self.refuse(("peers", "time_reduce", "profile_output", "timeline"), twice)

@@ -134,7 +134,7 @@ def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...],
     monkeypatch.setattr(RankStart, "run", run_on_forked_ranks)
     monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend)], {}))
     trainings = [cell for cell in cells("tiny", tmp_path) if cell.layout in layouts]
-    found = RankCheck(False, [], tmp_path, 60.0, print).run(trainings)
+    found = RankCheck(False, tmp_path, 60.0).run(trainings)
     verdicts = [(result.layout, result.cell, result.verdict) for result in found.results]
     others = {REFERENCE: "reference", "checkpoint": "made"}
     assert verdicts == [(cell.layout, cell.name, others.get(cell.name, "equal")) for cell in trainings]
@@ -186,7 +186,7 @@ class Ranks:
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, *, has_cuda: bool) -> rank_check.RankFindings:
     monkeypatch.setattr(RankStart, "run", lambda start, trainings: ranks.run(start, trainings))
     monkeypatch.setattr(rank_check, "write_corpus", lambda prefix: None)
-    one = RankCheck(has_cuda, [], tmp_path, 1.0, lambda what: None)
+    one = RankCheck(has_cuda, tmp_path, 1.0)
     return one.run(cells("tiny", tmp_path))
 
 

@@ -294,7 +294,7 @@ def test_a_client_that_resets_the_connection_costs_no_line(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("flags", [["--port", "5"], ["--no-browser"]])
+@pytest.mark.parametrize("flags", [["--port", "5"], ["--port", "0"], ["--no-browser"]])
 def test_flags_of_the_server_are_refused_with_output(flags, tmp_path, capsys):
     line = one_line_mistake(playground_command.main, ["--output", str(tmp_path), *flags], capsys)
     assert f"argument {flags[0]}: not allowed with --output" in line

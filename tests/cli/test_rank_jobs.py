@@ -46,15 +46,16 @@ for title, what in json.loads(plan.read_text())["trainings"].items():
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
     """Starts two ranks that do what the flags of a training say."""
     package = tmp_path / "fake"
     package.mkdir()
     (package / "fake_rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", str(package))
 
     def start(trainings: dict[str, Any], time_limit: float) -> dict[str, Ended]:
         (tmp_path / "jobs").mkdir()
-        ranks = RankStart(Backend("gloo"), 2, [package], tmp_path / "jobs", time_limit, "fake_rank")
+        ranks = RankStart(Backend("gloo"), 2, tmp_path / "jobs", time_limit, "fake_rank")
         return ranks.run(trainings)
 
     return start

@@ -41,14 +41,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 
 
-def main(argv: list[str]) -> int:
-    return run_command(PROG, lambda: benchmark(read_flags(BenchmarkFlags, argv, PROG, __doc__ or "")))
+@command(PROG, BenchmarkFlags, __doc__)
+def main(flags: BenchmarkFlags) -> None:
+    benchmark(flags)
 
 
 def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:

@@ -39,7 +39,7 @@ import torch
 from megatron.zero_bubble.cli.check.arguments import PARTS, CheckFlags
 from megatron.zero_bubble.cli.check.matrix import cells, chosen
 from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.cli.trainings import one_process
@@ -49,8 +49,6 @@ from megatron.zero_bubble.schedule.errors import one_line
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.check.findings import Findings, StageCheck
 
-ROOT = Path(__file__).resolve().parents[3]
-"""The folder that contains `megatron/zero_bubble`: a clone of the repository, or site-packages."""
 MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
@@ -73,7 +71,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
                 _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, results)
 
     def ranks() -> None:
-        rank_check = RankCheck(flags.device == "cuda", [ROOT], scratch, flags.time_limit, _say)
+        rank_check = RankCheck(flags.device == "cuda", scratch, flags.time_limit)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
     for name, part in zip(PARTS, (stages, ranks), strict=True):
@@ -83,11 +81,11 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
             except Exception as error:
                 traceback.print_exc()
                 errors[name] = f"{type(error).__name__}: {one_line(error)}"
-    return Findings(describe_machine(ROOT), errors=errors, **results)
+    return Findings(describe_machine(), errors=errors, **results)
 
 
 def _check_stage(model: Model, flags: CheckFlags, results: dict[str, Any]) -> None:
-    _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
+    print(f"measuring a stage of {model.name}, {flags.rounds} rounds", file=sys.stderr)
     try:
         results["stages"].append(_measure_stage(model, flags))
     except torch.OutOfMemoryError as error:
@@ -106,22 +104,14 @@ def _measure_stage(model: Model, flags: CheckFlags) -> StageCheck:
         profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
     times = ", ".join(f"{kind} {profile.time(kind):.3f} ms" for kind in profile.times)
-    _say(f"{times}, (B + W) / fused {profile.price:.3f}")
+    print(f"{times}, (B + W) / fused {profile.price:.3f}", file=sys.stderr)
     message_bytes = 2 * model.seq_length * model.micro_batch_size * model.hidden_size  # in bf16
     return StageCheck(model, profile, memory, message_bytes / flags.interconnect_bandwidth / 1e6)
 
 
-def _say(what: str) -> None:
-    print(what, file=sys.stderr)
-
-
-def main(argv: list[str]) -> int:
-    return run_command(PROG, lambda: _run(argv))
-
-
-def _run(argv: list[str]) -> bool:
+@command(PROG, CheckFlags, __doc__)
+def main(flags: CheckFlags) -> bool:
     """Run `zero-bubble check`, write the findings, and return whether all parts of the check passed."""
-    flags = read_flags(CheckFlags, argv, PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
+from functools import wraps
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
@@ -41,6 +42,26 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
         return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def command(
+    prog: str, arguments: type[T], description: str | None
+) -> Callable[[Callable[[T], bool | None]], Callable[..., int]]:
+    """Return a decorator that turns a function of a command's flags into the `main` of the command.
+
+    `main` parses a list of words, by default the words of the command line, calls the function, and returns the exit
+    status of `run_command`. The arguments of `command` are arguments of `read_flags`.
+    """
+
+    def decorate(body: Callable[[T], bool | None]) -> Callable[..., int]:
+        @wraps(body)
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = sys.argv[1:] if argv is None else argv
+            return run_command(prog, lambda: body(read_flags(arguments, words, prog, description or "")))
+
+        return main
+
+    return decorate
 
 
 class _CommandParser(FlagParser):
@@ -83,12 +104,12 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
     """Group the flags of `arguments` by the titles of the defining classes; flags of `arguments` itself come first."""
+    # If a subclass declares a flag anew, the flag keeps the title of the base class, which is later in the MRO.
+    definers = {name: base for base in arguments.__mro__ for name in vars(base).get("__annotations__", ())}
     groups: dict[str, list[Field[Any]]] = {}
-    bases = arguments.__mro__
-    for base in bases:
-        below = {name for other in base.__mro__[1:] for name in vars(other).get("__annotations__", ())}
+    for base in arguments.__mro__:
         for entry in fields(arguments):
-            if entry.metadata and entry.name in vars(base).get("__annotations__", ()) and entry.name not in below:
+            if entry.metadata and definers[entry.name] is base:
                 groups.setdefault(title_of(base), []).append(entry)
     return groups
 
@@ -175,3 +196,13 @@ def value_of(name: str, words: Sequence[str]) -> str | None:
     """Return the last value of the flag `name` in the command line `words`; None if the flag is not given."""
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return next((after for before, after in reversed([*pairwise(apart)]) if before == name), None)
+
+
+def names_in(words: Sequence[str]) -> set[str]:
+    """Return the names of all flags in the command line `words`, without the values of words such as `--name=value`."""
+    return {word.split("=", 1)[0] for word in words if word.startswith("--")}
+
+
+def unless_given(words: Sequence[str], name: str, *value: str) -> list[str]:
+    """Return the flag `name` and its value as further words, or no words if the command line `words` has the flag."""
+    return [] if name in names_in(words) else [name, *value]

@@ -54,15 +54,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        if markdown:
-            return f"| {' | '.join((first, *others))} |"
-        return "  ".join((first, *others)).rstrip()
+        aligned = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
+        return f"| {' | '.join(aligned)} |" if markdown else "  ".join(aligned).rstrip()
 
-    rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(heads), *([line(rule)] if markdown else []), *map(line, rows)]) + "\n"
 
 

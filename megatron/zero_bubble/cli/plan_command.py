@@ -25,7 +25,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
@@ -146,12 +146,8 @@ class PlanFlags(TableFlags):
         return allowed
 
 
-def main(argv: list[str]) -> int:
-    return run_command(_PROG, lambda: _run(argv))
-
-
-def _run(argv: list[str]) -> None:
-    flags = read_flags(PlanFlags, argv, _PROG, __doc__ or "")
+@command(_PROG, PlanFlags, __doc__)
+def main(flags: PlanFlags) -> None:
     request = request_of(flags)
     progress = ProgressLines(lambda text: print(f"{_PROG}: {text}", file=sys.stderr, flush=True))
     try:

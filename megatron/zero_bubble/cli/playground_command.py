@@ -17,12 +17,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag
-
-_PROG = "zero-bubble playground"
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,12 @@ class PlaygroundFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, is_given in (("--port", self.port is not None), ("--no-browser", self.no_browser)):
-            if self.output is not None and is_given:
-                raise ValueError(f"argument {name}: not allowed with --output {self.output}, which serves nothing")
+        if self.output is not None:
+            self.refuse(("port", "no_browser"), f"--output {self.output}, which serves nothing")
 
 
-def main(argv: list[str]) -> int:
-    return run_command(_PROG, lambda: _run(argv))
-
-
-def _run(argv: list[str]) -> None:
-    flags = read_flags(PlaygroundFlags, argv, _PROG, __doc__ or "")
+@command("zero-bubble playground", PlaygroundFlags, __doc__)
+def main(flags: PlaygroundFlags) -> None:
     if flags.output is not None:
         write_site(flags.output, flags.pyodide or PYODIDE)
         print(f"wrote {flags.output}")

@@ -34,6 +34,13 @@ class CommandFlags:
     def __post_init__(self) -> None:
         """Raise `ValueError` with a message of one line if the flags contradict each other."""
 
+    def refuse(self, names: Sequence[str], given: str) -> None:
+        """Raise `ValueError` if a flag of `names` is given with the flag that the text `given` names."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise ValueError(f"argument {flag_name(name)}: not allowed with {given}")
+
 
 def check_output(path: Path | None, name: str = "--output") -> None:
     """Raise `ValueError`, before the command computes anything, if the file of the flag `name` cannot be written."""
@@ -163,9 +170,8 @@ class CostFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (*COSTS_OF_FLAGS, "vocabulary_parallel"):
-            if self.costs is not None and getattr(self, name) is not None:
-                raise ValueError(f"argument {flag_name(name)}: not allowed with --costs")
+        if self.costs is not None:
+            self.refuse((*COSTS_OF_FLAGS, "vocabulary_parallel"), "--costs")
         if self.host_bandwidth is not None and self.costs is None:
             raise ValueError("argument --host-bandwidth needs --costs FILE, a profile of a run; else give --time-d")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, value_of
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, names_in, value_of
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
 from megatron.zero_bubble.session.aliases import AliasFlags
 from megatron.zero_bubble.session.flag_parser import flag
@@ -52,11 +52,6 @@ def parted(words: Sequence[str], names: Collection[str], prefix: str | None = No
             into = named if is_named else others
         into.append(word)
     return others, named
-
-
-def names_in(words: Sequence[str]) -> set[str]:
-    """Return the names of all flags in the command line `words`, without the values of words such as `--name=value`."""
-    return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
 def _num_stages(name: str, value: str, num_ranks: int) -> int:

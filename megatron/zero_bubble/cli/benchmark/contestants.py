@@ -7,15 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.zero_bubble.cli.benchmark.arguments import (
-    DEFAULT_SCHEDULES,
-    GROUP_SIZE,
-    PROG,
-    BenchmarkFlags,
-    names_in,
-)
+from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, GROUP_SIZE, PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
-from megatron.zero_bubble.cli.invocation import value_of
+from megatron.zero_bubble.cli.invocation import names_in, unless_given, value_of
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
 from megatron.zero_bubble.schedule import Placement, ScheduleError
@@ -65,11 +59,11 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     """
     shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
     if "--train-samples" not in names_in(shared):
-        shared += _unless_given(shared, "--train-iters", str(flags.warmup + flags.iterations))
+        shared += unless_given(shared, "--train-iters", str(flags.warmup + flags.iterations))
     shared += ["--log-interval", str(flags.interval)]
-    shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
+    shared += unless_given(shared, "--eval-iters", "0") + unless_given(shared, "--lr", "1e-4")
     if flags.losses:
-        shared += _unless_given(shared, "--zero-bubble-seed-by-layer")
+        shared += unless_given(shared, "--zero-bubble-seed-by-layer")
     if has_cuda:
         shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
     # The batch size depends on the number of replicas, which the other flags determine.
@@ -96,10 +90,6 @@ def _complete(words: Sequence[str], flags: BenchmarkFlags, has_cuda: bool) -> Ar
     if flags.script is not None:
         return checked_script_arguments(flags.script, words, flags.num_ranks)
     return complete_arguments(words, flags.num_ranks, PROG, has_cuda=has_cuda)
-
-
-def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
-    return [] if name in names_in(flags) else [name, *value]
 
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:

@@ -12,12 +12,11 @@ from megatron.zero_bubble.cli.benchmark.arguments import (
     PATTERN,
     PROG,
     BenchmarkFlags,
-    names_in,
     parted,
 )
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, group_size_flags, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
-from megatron.zero_bubble.cli.invocation import value_of
+from megatron.zero_bubble.cli.invocation import names_in, unless_given, value_of
 from megatron.zero_bubble.launcher.command_line import ONLY_WITH_SCHEDULE
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.environment import check_sizes
@@ -64,7 +63,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     if script is not None:
         args = _script_training(words, flags, num_devices)
     else:
-        args = parse_arguments([*words, *([] if "--lr" in names_in(words) else ["--lr", "0"])], PROG)
+        args = parse_arguments([*words, *unless_given(words, "--lr", "0")], PROG)
     check_sizes(args)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
@@ -80,7 +79,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, for_all = parted(shared, (_CPU,))
     shared, ours = parted(shared, (*ALIASES, *(_NEED_SCHEDULE if script is not None else ())), prefix="--zero-bubble")
     # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
-    added = ["--log-throughput"] if script is not None and "--log-throughput" not in names_in(shared) else []
+    added = [] if script is None else unless_given(shared, "--log-throughput")
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,

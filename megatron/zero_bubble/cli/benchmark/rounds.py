@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,8 +23,6 @@ from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
 from megatron.zero_bubble.planner import PlanRequest, schedule_of
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
-from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
 """Measured costs of the stages, by placement and by a flag that is True for a sharded vocabulary."""
@@ -53,7 +51,11 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                     measured = profile_from_json(profile.read_text()).costs
                     costs.setdefault((contestant.placement, contestant.spreads_vocabulary), measured)
                     profile.unlink()
-    return [_result(contestant, turns, competition, flags, costs) for contestant in turns]
+    baseline = next(tuple(own) for contestant, own in turns.items() if contestant.name == BASELINE)
+    return [
+        TrainResult(each, tuple(own), baseline, flags, competition.args, _simulated_schedule(each, flags, costs))
+        for each, own in turns.items()
+    ]
 
 
 def _run_turn(
@@ -83,29 +85,6 @@ def _run_turn(
     return turn
 
 
-def _result(
-    contestant: Contestant,
-    turns: Mapping[Contestant, list[Turn]],
-    competition: Competition,
-    flags: BenchmarkFlags,
-    costs: _Costs,
-) -> TrainResult:
-    args = competition.args
-    batch, length = args.global_batch_size, args.seq_length
-    assert batch is not None
-    return TrainResult(
-        contestant=contestant,
-        turns=tuple(turns[contestant]),
-        baseline=tuple(next(own for each, own in turns.items() if each.name == BASELINE)),
-        pipeline_size=flags.pipeline_size,
-        num_microbatches=flags.num_microbatches,
-        tokens=None if length is None else batch * length,
-        flops=batch * flops_of_sequence(args) if isinstance(args, Arguments) else None,
-        world_size=flags.num_ranks,
-        simulated=_simulated_schedule(contestant, flags, _measured_costs(contestant, costs)),
-    )
-
-
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
     """Return the measured costs of the stages under a schedule; None if no costs were measured.
 
@@ -118,8 +97,8 @@ def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | No
     return None if spread is None else spread.with_whole_vocabulary()
 
 
-def _simulated_schedule(contestant: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
-    placement = contestant.placement
+def _simulated_schedule(contestant: Contestant, flags: BenchmarkFlags, measured: _Costs) -> Timeline | None:
+    placement, costs = contestant.placement, _measured_costs(contestant, measured)
     if contestant.schedule is None or placement is None or costs is None:
         return None
     group_size = flags.microbatch_group_size if placement.kind == "interleaved" else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-from megatron.zero_bubble.cli.benchmark.arguments import names_in
+from megatron.zero_bubble.cli.invocation import names_in
 from megatron.zero_bubble.launcher.command_line import (
     ShapeFlags,
     check_script_arguments,

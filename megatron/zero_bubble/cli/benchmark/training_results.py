@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
+from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant
+from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
 from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.schedule import Idle, Timeline
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 T = TypeVar("T")
 _RESAMPLES = 4000
@@ -25,13 +29,9 @@ class TrainResult:
     contestant: Contestant
     turns: tuple[Turn, ...]
     baseline: tuple[Turn, ...]
-    pipeline_size: int
-    num_microbatches: int
-    tokens: int | None
-    """Tokens of one iteration; None if the flags of a script contain no sequence length."""
-    flops: float | None
-    """Floating-point operations of one iteration, counted as --log-throughput does; None for a Megatron-LM script."""
-    world_size: int
+    flags: BenchmarkFlags
+    args: Arguments | ScriptArguments
+    """The complete arguments of the baseline training."""
     simulated: Timeline | None
     """Simulation of the schedule with costs measured in the schedule's placement; None without measured costs."""
 
@@ -51,15 +51,22 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of one GPU, or of one rank on a CPU; None if the number of tokens is unknown."""
-        return None if self.tokens is None else self.tokens / (self.measured / 1e3) / self.world_size
+        """Tokens per second of one GPU, or of one rank on a CPU; None if a script's flags have no sequence length."""
+        return None if self.args.seq_length is None else self._rate_of_sequences * self.args.seq_length
 
     @property
     def tflops(self) -> float | None:
-        if self.flops is not None:
-            return self.flops / (self.measured / 1e3) / self.world_size / 1e12
+        """TFLOP/s of one GPU: counted as --log-throughput does or, for a Megatron-LM script, as the script prints."""
+        if isinstance(self.args, Arguments):
+            return self._rate_of_sequences * flops_of_sequence(self.args) / 1e12
         printed = [value for turn in self.turns for value in turn.tflops]
         return median(printed) if printed else None
+
+    @property
+    def _rate_of_sequences(self) -> float:
+        """Sequences per second of one GPU, or of one rank on a CPU."""
+        assert self.args.global_batch_size is not None
+        return self.args.global_batch_size / (self.measured / 1e3) / self.flags.num_ranks
 
     @property
     def idle(self) -> Idle | None:
@@ -118,8 +125,8 @@ class TrainResult:
         interval = bootstrap_interval(self.ratios)
         return {
             "schedule": self.contestant.name,
-            "pipeline_size": self.pipeline_size,
-            "num_microbatches": self.num_microbatches,
+            "pipeline_size": self.flags.pipeline_size,
+            "num_microbatches": self.flags.num_microbatches,
             "num_chunks": None if placement is None else placement.num_chunks,
             "measured_ms": self.measured,
             "simulated_ms": self.predicted_ms,

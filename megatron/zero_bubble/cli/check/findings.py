@@ -16,6 +16,7 @@ import torch
 
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
+from megatron.zero_bubble.cli.check.rank_jobs import ROOT
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import percent, table, table_of
 from megatron.zero_bubble.planner import generate, placement_for
@@ -176,8 +177,8 @@ _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PREL
 """Prefixes of environment variables that can change the results of the check on a device."""
 
 
-def describe_machine(root: Path) -> dict[str, Any]:
-    """Return a description of this machine for the findings; `root` is the folder that contains `megatron/`."""
+def describe_machine() -> dict[str, Any]:
+    """Return a description of this machine for the findings."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()
@@ -190,7 +191,7 @@ def describe_machine(root: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "megatron-core": __version__,
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(root),
+        "commit": _commit(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     }
 
@@ -216,11 +217,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(root: Path) -> str | None:
-    """Return the commit of the repository in `root`; None without git or a repository."""
+def _commit() -> str | None:
+    """Return the commit of the repository of this package; None without git or a repository."""
     try:
         git = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,13 @@ class RankCheck:
     """Runs training jobs with one device for each rank; if there are too few devices, all ranks share the first device.
 
     Args:
-        paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the training data and for the files that the ranks write.
         time_limit: seconds that a training may take.
-        say: function that is called with a description of the trainings that run next.
     """
 
     has_cuda: bool
-    paths: Sequence[Path]
     folder: Path
     time_limit: float
-    say: Callable[[str], None]
 
     def run(self, everything: Sequence[Cell]) -> RankFindings:
         write_corpus(self.folder / "corpus")
@@ -105,14 +102,14 @@ class RankCheck:
     def _backends(self) -> tuple[list[Backend], dict[str, Ended]]:
         if not self.has_cuda:
             return [Backend("gloo"), Backend("host")], {}
-        self.say(f"{NUM_RANKS} ranks over NCCL: {_PROBE}")
+        print(f"{NUM_RANKS} ranks over NCCL: {_PROBE}", file=sys.stderr)
         [probe] = self._start({_PROBE: None}, Backend("nccl")).values()
         refused = {"nccl": probe} if probe.error is not None else {}
         names = ("host",) if refused else ("nccl", "host")
         return [Backend(name, one_queue) for name in names for one_queue in (False, True)], refused
 
     def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
-        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.time_limit).run(trainings)
+        return RankStart(backend, NUM_RANKS, self.folder, self.time_limit).run(trainings)
 
     def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
         # With one hardware queue, messages between GPUs must have the same shape in all microbatches.
@@ -121,7 +118,7 @@ class RankCheck:
         # The collectives of vocabulary shards on GPUs always run over NCCL.
         if backend.name == "host" and self.has_cuda:
             everything = [cell for cell in everything if "--zero-bubble-vocabulary-parallel" not in cell.flags]
-        self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
+        print(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings", file=sys.stderr)
         trainings = {}
         for cell in everything:
             more = ["--log-numerics", str(self._numerics(cell, backend))]

@@ -18,6 +18,8 @@ import torch
 from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
+ROOT = Path(__file__).resolve().parents[4]
+"""The folder that contains `megatron/zero_bubble`: a clone of the repository, or site-packages."""
 _SECONDS_FOR_THE_OTHERS = 5.0
 """Seconds to wait for the other ranks after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
@@ -65,7 +67,6 @@ class RankStart:
     """Starts ranks on this machine and runs trainings on them.
 
     Args:
-        paths: folders that the ranks get in PYTHONPATH.
         folder: folder for the files that the ranks read and write.
         time_limit: seconds that a training may take.
         module: module that every rank runs.
@@ -73,7 +74,6 @@ class RankStart:
 
     backend: Backend
     num_ranks: int
-    paths: Sequence[Path]
     folder: Path
     time_limit: float
     module: str = "megatron.zero_bubble.cli.check.rank"
@@ -87,82 +87,76 @@ class RankStart:
         """
         results: dict[str, Ended] = {}
         while rest := {title: flags for title, flags in trainings.items() if title not in results}:
-            results |= _Attempt(self, rest).run()
+            results |= self._attempt(rest)
         return results
 
-
-class _Attempt:
-    """Starts the ranks once, and lets the ranks run trainings until a training fails."""
-
-    def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
-        self._start, self._titles = start, list(trainings)
-        self._folder = start.folder / f"job {time.monotonic_ns()}"
-        self._folder.mkdir()
-        plan = {
-            "backend": "gloo" if start.backend.name == "host" else start.backend.name,
-            "over_host": start.backend.name == "host",
-            "limit": start.time_limit,
-            "trainings": trainings,
-        }
-        (self._folder / "plan.json").write_text(json.dumps(plan))
-        paths = [*map(str, start.paths), os.environ.get("PYTHONPATH", "")]
-        self._environment = start.backend.environment() | {
-            "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep),
-            "WORLD_SIZE": str(start.num_ranks),
-        }
-
-    def run(self) -> dict[str, Ended]:
-        """Run trainings until a training fails; return the outcomes of the trainings that ran.
+    def _attempt(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
+        """Start the ranks once and run trainings until one fails; return the outcomes of the trainings that ran.
 
         If the ranks cannot start, the function returns a failure for every training.
         """
-        ranks = [self._start_rank(rank) for rank in range(self._start.num_ranks)]
+        folder = self.folder / f"job {time.monotonic_ns()}"
+        folder.mkdir()
+        plan = {
+            "backend": "gloo" if self.backend.name == "host" else self.backend.name,
+            "over_host": self.backend.name == "host",
+            "limit": self.time_limit,
+            "trainings": trainings,
+        }
+        (folder / "plan.json").write_text(json.dumps(plan))
+        ranks = [self._start_rank(rank, folder) for rank in range(self.num_ranks)]
         try:
-            error, status = self._wait(ranks)
+            error, status = self._wait(ranks, folder)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        return self._results(error, status)
+        return self._results(list(trainings), folder, error, status)
 
-    def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
-        has_enough_devices = torch.cuda.is_available() and torch.cuda.device_count() >= self._start.num_ranks
-        local_rank = rank if has_enough_devices else 0
-        environment = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        command = [sys.executable, "-m", self._start.module, str(self._folder / "plan.json")]
-        with open(self._log(rank), "w") as log:
+    def _start_rank(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+        has_enough_devices = torch.cuda.is_available() and torch.cuda.device_count() >= self.num_ranks
+        environment = self.backend.environment() | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "WORLD_SIZE": str(self.num_ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank if has_enough_devices else 0),
+        }
+        command = [sys.executable, "-m", self.module, str(folder / "plan.json")]
+        with open(_log(rank, folder), "w") as log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
+    def _wait(self, ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> tuple[str | None, int]:
         """Wait until all ranks end, a rank fails or time runs out; return an error (or None) and an exit status."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]
             if any(statuses):
-                _wait_a_little(ranks)
+                deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
+                while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+                    time.sleep(0.05)
                 return None, next(status for status in statuses if status)
             if all(status == 0 for status in statuses):
                 return None, 0
-            if begun != len(progress := self._progress()):
+            if begun != len(progress := _progress(folder)):
                 begun, since = len(progress), time.monotonic()
-            limit = self._start.time_limit if begun else _START_UP_LIMIT
+            limit = self.time_limit if begun else _START_UP_LIMIT
             if time.monotonic() - since > limit:
                 return f"ended because it was not done within {limit:g} s", -1
             time.sleep(0.05)
 
-    def _results(self, error: str | None, status: int) -> dict[str, Ended]:
+    def _results(self, titles: Sequence[str], folder: Path, error: str | None, status: int) -> dict[str, Ended]:
         results = {}
         began = 0.0
-        for what, title, at in self._progress():
+        for what, title, at in _progress(folder):
             if what == BEGINS:
                 began = at
             else:
                 results[title] = Ended(at - began)
-        failed = [title for title in self._titles if title not in results]
+        failed = [title for title in titles if title not in results]
         if failed and (error or status):
-            logs = [self._log(rank).read_text(errors="replace") for rank in range(self._start.num_ranks)]
+            logs = [_log(rank, folder).read_text(errors="replace") for rank in range(self.num_ranks)]
             said = failure_reason("\n".join(logs))
             reason = "; ".join(filter(None, (error, said))) or f"a rank ended with status {status}"
             excerpts = "".join(f"rank {rank}:\n{log[-_LOG_SIZE:]}\n" for rank, log in enumerate(logs))
@@ -171,17 +165,13 @@ class _Attempt:
             results |= dict.fromkeys(failed if not began else failed[:1], ended)
         return results
 
-    def _progress(self) -> list[Any]:
-        path = self._folder / "progress.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.log"
+def _progress(folder: Path) -> list[Any]:
+    path = folder / "progress.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)
+def _log(rank: int, folder: Path) -> Path:
+    return folder / f"rank{rank}.log"

@@ -59,7 +59,7 @@ def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
     if per_rank:
         parts.append(_ranks(results.estimates, markdown=markdown))
     parts += [f"{note}\n" for note in notes(results)]
-    parts += [f"{names}: {reason}\n" for reason, names in results.refused_by_reason.items()]
+    parts += [f"{', '.join(names)}: {reason}\n" for reason, names in results.refused_by_reason.items()]
     if results.layout is not None:
         parts.append(_lines(layout_lines(results.layout.choice, results.layout.layout_flags)))
     return "\n".join(parts)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import ClusterFlags, EstimateFlags
-from megatron.zero_bubble.cli.invocation import value_of
+from megatron.zero_bubble.cli.invocation import names_in, unless_given, value_of
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
@@ -258,11 +258,10 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     choose FSDP2 or choose local attention, no default is added: these flags need local layers, which this project's
     trainer uses by default.
     """
-    given = {word.split("=", 1)[0] for word in flags}
-    missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
+    given = names_in(flags)
+    missing = [word for name, value in _STAND_INS.items() for word in unless_given(flags, name, value)]
     engine = "transformer_engine" if profile is None else str(profile.model.get("transformer_impl", "local"))
     needs_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"}
-    is_local = needs_local or value_of("--attention-backend", flags) == "local"
-    if "--transformer-impl" not in given and not is_local:
-        missing += ["--transformer-impl", engine]
+    if not needs_local and value_of("--attention-backend", flags) != "local":
+        missing += unless_given(flags, "--transformer-impl", engine)
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]

@@ -86,12 +86,12 @@ class Results:
         return bool(self.estimates) and not any(each.fits for each in self.estimates)
 
     @property
-    def refused_by_reason(self) -> dict[str, str]:
-        """Reason for a refusal -> names of the refused schedules and layout searches, joined by commas."""
+    def refused_by_reason(self) -> dict[str, list[str]]:
+        """Reason for a refusal -> names of the refused schedules and layout searches."""
         names: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             names.setdefault(reason, []).append(name)
-        return {reason: ", ".join(each) for reason, each in names.items()}
+        return names
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
@@ -113,7 +113,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     if not results.estimates and results.layout is None:
         messages = []
         for reason, refused in results.refused_by_reason.items():
-            schedules = ", ".join(name for name in refused.split(", ") if name in ENTRIES)
+            schedules = ", ".join(name for name in refused if name in ENTRIES)
             messages.append(f"--schedule {schedules}: {reason}" if schedules else reason)
         raise ValueError("; ".join(messages))
     return replace(results, remedies=list(_remedies(results)))

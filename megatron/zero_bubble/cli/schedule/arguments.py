@@ -46,11 +46,10 @@ class SourceFlags(ScheduleFlags, LimitFlags):
             raise ValueError("one of the arguments --schedule --input is required")
         if self.schedule is not None and self.input is not None:
             raise ValueError("argument --input: not allowed with argument --schedule")
-        for name in _NOT_WITH_INPUT:
-            is_given = getattr(self, name) is not None
-            if self.input is not None and is_given:
-                raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule determines it")
-            if self.input is None and not is_given and name in _SIZES:
+        if self.input is not None:
+            self.refuse(_NOT_WITH_INPUT, "--input, whose schedule determines it")
+        for name in _SIZES:
+            if self.input is None and getattr(self, name) is None:
                 raise ValueError(f"argument {flag_name(name)} is required with --schedule")
 
 
@@ -199,10 +198,6 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         super().__post_init__()
         if not self.dial:
             return
-        for name in ("recompute", "offload"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"argument {flag_name(name)}: not allowed with --dial, which plans both with and without it"
-                )
+        self.refuse(("recompute", "offload"), "--dial, which plans both with and without it")
         if self.costs is None and self.time_d is None:
             raise ValueError("argument --dial needs --time-d, the time of a copy to the host, or --costs FILE")

@@ -187,17 +187,6 @@ def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
     return recomputed_in_backward(schedule, timeline).cost
 
 
-_DEFAULTS = {
-    "saved_bw": 0,
-    "time_comm": 0,
-    "all_to_all_f": 0,
-    "all_to_all_b": 0,
-    "num_blocks": 0,
-    "time_d": 0,
-    "memory_f": 1,
-    "memory_b": -0.5,
-    "memory_w": -0.5,
-}
 _ROUNDING = 1e-6
 """Tolerance for rounding errors, in units of M_B: B and W may release this much more memory than F allocates."""
 BYTES_PER_MS = 1e6
@@ -270,6 +259,8 @@ def _text_of(path: Path) -> str:
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
+    times = dict.fromkeys(("time_f", "time_b", "time_w"), flags.default_time)
+    defaults = {**times, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
     values: dict[str, tuple[float, ...]] = {}
     for name in COSTS_OF_FLAGS:
         given: Sequence[float] | None = getattr(flags, name)
@@ -277,7 +268,7 @@ def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
         if given is None and name in _PARTS_OF_F:
             of_f, part = _PARTS_OF_F[name]
             given = [max(0, value * part) for value in values[of_f]]
-        entries = (_DEFAULTS.get(name, flags.default_time),) if given is None else tuple(given)
+        entries = (defaults.get(name, 0),) if given is None else tuple(given)
         if len(entries) not in (1, length):
             raise ScheduleError(f"argument {flag_name(name)}: expected 1 number or {length}, got {len(entries)}")
         values[name] = entries * length if len(entries) == 1 else entries

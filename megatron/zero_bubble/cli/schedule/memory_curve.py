@@ -6,6 +6,7 @@ The bubble rate of a memory curve includes the time of R.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,23 +92,15 @@ def _points(
 ) -> dict[float, ScheduleFigures]:
     """Return the figures of the best plan under each memory limit; plans for lower limits are candidates as well."""
     points: dict[float, ScheduleFigures] = {}
-    best: ScheduleFigures | None = None
+    candidates: list[ScheduleFigures] = []
     for limit in limits:
-        planned = _at(flags, name, limit, takes_makespan=takes_makespan)
-        candidates = [point for point in (best, planned) if point is not None]
-        best = min(candidates, key=lambda point: point.iteration_time if takes_makespan else point.lost, default=None)
-        if best is not None:
-            points[limit] = best
+        with suppress(Infeasible):
+            planned = make_schedule(flags, name, [limit * flags.pipeline_size], takes_makespan=takes_makespan)
+            candidates.append(simulated_figures(flags, *planned))
+        if candidates:
+            best = min(candidates, key=lambda point: point.iteration_time if takes_makespan else point.lost)
+            candidates, points[limit] = [best], best
     return points
-
-
-def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
-    """Return the figures of the schedule `name` under `limit` (in units of 1F1B's peak); None if no plan fits."""
-    limits = [limit * flags.pipeline_size]
-    try:
-        return simulated_figures(flags, *make_schedule(flags, name, limits, takes_makespan=takes_makespan))
-    except Infeasible:
-        return None
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
