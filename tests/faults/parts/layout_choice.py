@@ -17,9 +17,9 @@ FAULTS = (
     Fault(
         name="layers-leave-the-slowest-rank-only",
         file="planner/partitions.py",
-        old="""        excess = self._excess(partition)
-        load = excess if max(excess) > 0 else self._ends(partition, self._works(partition))""",
-        new="        load = self._ends(partition, self._works(partition))",
+        old="""        excess = self._excess(cuts)
+        load = excess if max(excess) > 0 else self._ends(cuts, self._works(cuts))""",
+        new="        load = self._ends(cuts, self._works(cuts))",
         effect=(
             "Where a rank's states do not fit in memory, the search takes layers from the slowest rank and not "
             "from the full one, so that it finds no layout or a worse one."
