@@ -107,22 +107,21 @@ class Balance:
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
         cuts = list(accumulate(partition))
-        works = self._works(cuts)
-        ends = self._ends(cuts, works)
-        return sum(self._excess(cuts)), self._time(cuts, works, ends), _unevenness(ends)
+        time, ends = self._time_and_ends(cuts)
+        return sum(self._excess(cuts)), time, _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
         """Time by which partitions are compared, increased if stages differ in work or ranks differ in memory.
 
         The factors for differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
-        cuts = list(accumulate(partition))
-        works = self._works(cuts)
-        return self._time(cuts, works, self._ends(cuts, works))
+        return self._time_and_ends(list(accumulate(partition)))[0]
 
-    def _time(self, cuts: Sequence[int], works: Sequence[float], ends: Sequence[float]) -> float:
+    def _time_and_ends(self, cuts: Sequence[int]) -> tuple[float, list[float]]:
+        works = self._works(cuts)
+        ends = self._ends(cuts, works)
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(cuts))
-        return max(ends) * (1 + lost)
+        return max(ends) * (1 + lost), ends
 
     def excess(self, partition: Sequence[int]) -> float:
         """Memory by which model states and one microbatch exceed `room` or `limits`, summed over all ranks."""
