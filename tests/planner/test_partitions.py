@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
+from megatron.zero_bubble.planner.balance import Balance
+from megatron.zero_bubble.planner.partitions import balanced_partition, neighbours
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute

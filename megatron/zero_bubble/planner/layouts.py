@@ -8,6 +8,7 @@ from itertools import product
 from math import inf
 from operator import itemgetter
 
+from megatron.zero_bubble.planner.balance import Balance
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.choice import (
     SHARDING_GAIN,
@@ -18,7 +19,7 @@ from megatron.zero_bubble.planner.choice import (
 )
 from megatron.zero_bubble.planner.layout_plan import Plan, computing_of, limits_of, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.megatrons_split import time_of_usual
-from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
+from megatron.zero_bubble.planner.partitions import balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import DRAFT_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.planner.search_extent import MORE_CHUNKS, PROMISING, Extent, extent_of, most_moves
 from megatron.zero_bubble.schedule.costs import LARGEST

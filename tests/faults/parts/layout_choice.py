@@ -16,7 +16,7 @@ FAULTS = (
     ),
     Fault(
         name="layers-leave-the-slowest-rank-only",
-        file="planner/partitions.py",
+        file="planner/balance.py",
         old="""        excess = self._excess(cuts)
         load = excess if max(excess) > 0 else self._ends(cuts, self._works(cuts))""",
         new="        load = self._ends(cuts, self._works(cuts))",
