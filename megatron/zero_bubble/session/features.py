@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.mcore.refusals import refuse_with_features
+from typing import TYPE_CHECKING
+
+from megatron.zero_bubble.mcore.refusals import refuse_with_features, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size, divides
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
@@ -13,6 +15,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.planner.prediction import Prediction
 
 HIERARCHICAL_SGD, WARMUP = Feature.HIERARCHICAL_SGD.value, flag_name("hierarchical_sgd_warmup")
 
@@ -108,6 +113,8 @@ def check_pairs(flags: JobFlags) -> None:
 
 
 POST_VALIDATION = Feature.POST_VALIDATION.value
+_WORTH_ADVICE = 0.02
+"""Smallest gain from post-validation that a job mentions."""
 INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 
@@ -132,6 +139,25 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
     awaited = awaited_by_the_first_stage(flags, schedule.placement)
     text = f" > {POST_VALIDATION}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
     return text if awaited is None else f"{text}; but the first stage waits for the last, because {awaited}"
+
+
+def advice_on_post_validation(flags: JobFlags, prediction: Prediction) -> str | None:
+    """A log line that recommends post-validation to a job that would gain at least 2% from it; otherwise None.
+
+    With post-validation, an iteration takes the longest span of a rank in place of the makespan.
+    """
+    timeline, features = prediction.timeline, (Feature.POST_VALIDATION, Feature.SCRIPT_POST_VALIDATION)
+    gain = 1 - timeline.cost / timeline.makespan
+    if (
+        gain < _WORTH_ADVICE
+        or flags.zero_bubble_post_validation
+        or flags.hierarchical_sgd is not None
+        or timeline.costs.has_vocabulary
+        or awaited_by_the_first_stage(flags, timeline.schedule.placement) is not None
+        or not all(works_with(flags, feature) for feature in features)
+    ):
+        return None
+    return f" > with {POST_VALIDATION}, which needs memory for a snapshot, an iteration would be {gain:.1%} shorter"
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:

@@ -10,6 +10,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
+from megatron.zero_bubble.session.features import advice_on_post_validation
 from megatron.zero_bubble.session.files import read_file, reading, write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
@@ -179,6 +180,8 @@ def report_plan(flags: JobFlags, report: Report) -> None:
         SessionError: the file cannot be written.
     """
     print_rank_0(describe_plan(report))
+    if advice := advice_on_post_validation(flags, report.prediction):
+        print_rank_0(advice)
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:
         with writing("--zero-bubble-profile-output", output):
