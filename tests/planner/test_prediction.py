@@ -30,6 +30,16 @@ def test_a_prediction_is_what_simulate_finds(name):
     assert interlocked.gain.times == pytest.approx(baseline.makespan / timeline.cost)
 
 
+def test_the_speed_up_compares_with_1f1b_at_the_costs_of_the_baseline():
+    """Waits of the order that runs, counted as slow messages, would make 1F1B wait in every microbatch."""
+    placement = Placement("linear", 4)
+    costs = StageCosts.uniform(4)
+    waiting = StageCosts.uniform(4, time_comm=1.5)
+    prediction = Prediction(Profile(placement, waiting, 0.0, {}), generate("zb-2p", 4, 8), baseline_costs=costs)
+    assert prediction.gain.times == pytest.approx(11 * 3 / simulate(prediction.schedule, waiting).makespan)
+    assert replace(prediction, baseline_costs=None).gain.times > 1.2 * prediction.gain.times
+
+
 def test_the_speed_up_compares_with_1f1b_of_the_same_layers_a_rank():
     """Interleaved 1F1B's bubble is (p-1)(F+B+W)/v of a rank's work: with p = 2, v = 2, m = 4, 9/8 against 10/8."""
     placement = Placement("interleaved", 2, 2)

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.prediction import MegatronsTime
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
-from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -70,6 +70,25 @@ def test_megatrons_own_schedule_takes_as_much_longer_as_the_operations():
     run.steps(8, (2.0, 2.0, 2.0))
     after = run.reports[-1].prediction
     assert after.gain.times * after.milliseconds == pytest.approx(2 * before.gain.times * before.milliseconds)
+
+
+def test_waits_that_correct_the_messages_of_a_plan_do_not_slow_down_the_1f1b_of_its_speed_up(monkeypatch):
+    """Only the order that ran is known to wait."""
+
+    def waiting(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
+        return replace(costs, latency_collective=(7.0,))
+
+    monkeypatch.setattr(replanner, "with_measured_span", waiting)
+    monkeypatch.setattr(replanner, "SPAN_TOLERANCE", -1.0)
+    run = Run()
+    run.steps(3)
+    run.steps(8, (2.0, 2.0, 2.0))
+    prediction = run.replanner.predict(run.plan.schedule(2))
+    baseline = prediction.baseline_costs
+    assert baseline is not None
+    assert prediction.profile.costs.latency_collective == (7.0,)
+    assert baseline == replace(prediction.profile.costs, latency_collective=baseline.latency_collective)
+    assert baseline.latency_collective == run.reports[0].prediction.profile.costs.latency_collective
 
 
 def test_a_plan_that_the_steps_confirm_is_not_mentioned_again():

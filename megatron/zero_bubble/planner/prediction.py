@@ -79,6 +79,9 @@ class Prediction:
     """Relative lengths of the microbatches, as in `simulate`."""
     interlocks: bool = False
     """Whether a rank begins the next iteration while other ranks are still in this iteration (post-validation)."""
+    baseline_costs: StageCosts | None = None
+    """The costs from which 1F1B is simulated; None for the costs of `profile`, which may contain waiting times that
+    were measured in the order of `schedule`."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -118,7 +121,8 @@ class Prediction:
             times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout
             over = _KEEPS[self.recompute] if is_same else "1F1B on Megatron's split"
             return Gain(times / self.time, over, is_over_other_layout=not is_same)
-        costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
+        costs = (self.baseline_costs or self.profile.costs).whole_ranks(self.schedule.placement)
+        costs = costs.with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
         one_f_one_b = generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches)

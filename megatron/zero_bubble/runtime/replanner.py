@@ -65,6 +65,8 @@ class Replanner:
         self._report = report
         self._device = device
         self._profile = options.profile
+        self._first_costs = None if options.profile is None else options.profile.costs
+        """The costs before any correction; None before the first profile. Messages were measured without other load."""
         self.megatrons = options.megatrons
         self._step = 0
         self._check_at = 0
@@ -120,6 +122,7 @@ class Replanner:
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
             self._profile = self._measure(num_microbatches)
+            self._first_costs = self._profile.costs
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
         if self._profile is None:
@@ -264,6 +267,7 @@ class Replanner:
             assert trial.own_costs is not None
             own = trial.own.schedule(trial.num_microbatches)
             self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs, own))
+            self._first_costs = self._profile.costs  # megatron-core's own order is the baseline, with equal waits
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
@@ -274,8 +278,19 @@ class Replanner:
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict the time and the memory of a schedule from the current profile."""
-        interlocks = self._plan.request.post_validation
-        return Prediction(self._known_profile(), schedule, self._plan.recompute, self.megatrons, interlocks=interlocks)
+        profile, first = self._known_profile(), self._first_costs
+        assert first is not None
+        return Prediction(
+            profile,
+            schedule,
+            self._plan.recompute,
+            self.megatrons,
+            interlocks=self._plan.request.post_validation,
+            # The waits of this order, which corrections add to messages, say nothing about 1F1B.
+            baseline_costs=replace(
+                profile.costs, time_comm=first.time_comm, latency_collective=first.latency_collective
+            ),
+        )
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times of operations again; plan again if the times have changed by more than the threshold."""
