@@ -178,6 +178,16 @@ def test_megatrons_split_is_not_compared_with_itself() -> None:
     assert other.megatrons_time.milliseconds == other.megatrons[1].time
 
 
+def test_the_speed_up_over_megatrons_split_in_a_job_is_that_of_the_choice() -> None:
+    """A job simulates the chosen layout without the slowdown by varying durations, which the times of plans include."""
+    choice = choose_layout(WHOLE, MODEL, None, 1024)
+    plan = replace(choice.plan, slowdown=1.25)
+    own = replace(choice, plan=plan).megatrons_time
+    assert own is not None
+    simulated = plan.request.time_of(plan.timeline)
+    assert own.with_costs(plan.timeline.costs) / simulated == pytest.approx(choice.megatrons[1].time / plan.time)
+
+
 @pytest.mark.parametrize("given", [{"zero_bubble_schedule": "zb-h1"}, {"zero_bubble_keep_layout": True}])
 def test_unit_costs_are_written_only_where_a_layout_is_chosen(given: dict[str, object]) -> None:
     check_unit_costs_output(flags(zero_bubble_unit_costs_output="units.json"))

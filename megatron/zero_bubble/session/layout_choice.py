@@ -87,11 +87,15 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Predicted step time of Megatron's layout and schedule; None if this layout is chosen or does not fit."""
+        """Predicted step time of Megatron's layout and schedule; None if this layout is chosen or does not fit.
+
+        The time of a `Plan` includes the slowdown by varying durations. A job compares `MegatronsTime` with simulated
+        times of the chosen layout, so that the slowdown of the chosen plan is taken out of both.
+        """
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
-        return MegatronsTime(own[0].time, work_of_stages(self.plan.timeline.costs))
+        return MegatronsTime(own[0].time / self.plan.slowdown, work_of_stages(self.plan.timeline.costs))
 
 
 def is_layout_open(flags: JobFlags) -> bool:
