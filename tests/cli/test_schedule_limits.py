@@ -74,7 +74,7 @@ BAD = {
     "simulate --schedule interleaved-1f1b --pipeline-size 4 --num-microbatches 6": "leave a last group of 2",
     "simulate --schedule zb-h1 {size} --costs {tmp}/none.json": "--costs {tmp}/none.json: cannot be read: No such file",
     "simulate --schedule zb-h1 {size} --costs {tmp}/bad.json": "argument --costs {tmp}/bad.json: not JSON",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json": "has costs of 3 stages: expected 4",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json": "costs of 3 stages, but --pipeline-size 4 needs 4",
     "simulate --schedule zb-h1 {size} --costs {tmp}/three.json --time-f 2": "--time-f: not allowed with --costs",
     "validate --input {tmp}/future.json": "version 2 of the format is unknown",
     "validate --input {tmp}/none.json": "argument --input {tmp}/none.json: cannot be read: No such file",

@@ -159,3 +159,16 @@ def test_a_checkpoint_without_arguments_is_loaded(reads: mock.Mock, folder: Path
 def test_sharded_checkpoints_are_not_read(reads: mock.Mock, folder: Path) -> None:
     checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_stages(PLACEMENTS["V"], [2] * 4)
     reads.assert_not_called()
+
+
+@pytest.mark.parametrize("text", ["", "xyz", "4.5"])
+def test_a_tracker_file_without_an_iteration_is_refused(folder: Path, text: str) -> None:
+    (folder / "latest_checkpointed_iteration.txt").write_text(f" {text}\n")
+    with pytest.raises(SessionError, match=rf"^--load .*: latest_.*\.txt contains '{text}' in place of an iteration"):
+        checkpoint_of(folder)
+
+
+def test_a_step_without_a_checkpoint_is_refused(folder: Path) -> None:
+    (folder / "iter_0000002").mkdir()
+    with pytest.raises(SessionError, match=r"^--ckpt-step 5: --load .* has no such iteration \(it has 2, 4\)$"):
+        checkpoint_of(folder, ckpt_step=5)

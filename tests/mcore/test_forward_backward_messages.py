@@ -13,7 +13,8 @@ from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 
 
 def check(output: Any, *, shapes_vary: bool = False) -> None:
-    stage: Any = SimpleNamespace(shapes_vary=shapes_vary, call=SimpleNamespace(output_shape=(2, 1, 4)))
+    config = SimpleNamespace(pipeline_dtype=torch.float32)
+    stage: Any = SimpleNamespace(shapes_vary=shapes_vary, call=SimpleNamespace(output_shape=(2, 1, 4)), _config=config)
     MegatronStage._check_message(stage, 3, output)
 
 
@@ -26,6 +27,14 @@ def test_another_shape_is_refused_unless_messages_tell_theirs():
     check(wide, shapes_vary=True)
     with pytest.raises(ForwardStepError, match=r"^stage 3 .* shape \(2, 1, 8\), .* have \(2, 1, 4\), .*variable_seq_l"):
         check(wide)
+
+
+@pytest.mark.parametrize("shapes_vary", [False, True])
+def test_another_type_is_refused(shapes_vary: bool):
+    with pytest.raises(
+        ForwardStepError, match=r"^stage 3 sends .* torch.bfloat16, .*[.]pipeline_dtype, torch.float32$"
+    ):
+        check(torch.zeros(2, 1, 4, dtype=torch.bfloat16), shapes_vary=shapes_vary)
 
 
 @pytest.mark.parametrize("shapes_vary", [False, True])

@@ -26,7 +26,7 @@ from split_layers import (
 )
 
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.weight_grad import LayerWeightGrad
+from megatron.zero_bubble.mcore.weight_grad import SplitWeight
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
@@ -170,9 +170,9 @@ def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_
         calls.append("multiplied")
         accumulate(self, grad, *into)
 
-    accumulate = LayerWeightGrad.accumulate
+    accumulate = SplitWeight.accumulate
     monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
-    monkeypatch.setattr(LayerWeightGrad, "accumulate", multiply)
+    monkeypatch.setattr(SplitWeight, "accumulate", multiply)
     layers, store = [Layers(), Layers()], WeightGradStore()
     model = torch.nn.Sequential(*layers)
     split_weight_gradients([model], store)

@@ -58,6 +58,30 @@ def test_what_forwards_count_in_buffers_counts_once() -> None:
 
 
 @pytest.mark.usefixtures("args")
+def test_a_buffer_that_a_forward_replaces_gets_its_value_and_its_place_back() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("latest", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            self.latest = x
+            return x
+
+    module = Counting()
+    module(torch.ones(1))
+    module.latest, count = None, module.count
+    restart = Restart([module])
+    module(torch.ones(1))
+    restart.apply()
+    assert module.count is count
+    assert count == 1
+    assert module.latest is None
+
+
+@pytest.mark.usefixtures("args")
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
 def test_data_that_are_random_continue_after_a_restart_as_without_a_restart(draw: Callable[[], float]) -> None:
     torch.manual_seed(3), random.seed(3), np.random.seed(3)

@@ -15,6 +15,7 @@ from split_layers import MICROBATCHES, assert_equal, microbatches, one_rank, run
 
 from megatron.zero_bubble.mcore import transformer_engine
 from megatron.zero_bubble.mcore.linear import count_gradients, split_weight_gradients
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 NAMES = ["first.weight", "second.weight"]
@@ -149,3 +150,12 @@ def test_without_a_transformer_engine_that_defers_there_is_one_line(monkeypatch,
 def test_transformer_engine_from_2_3_on_is_good(monkeypatch):
     monkeypatch.setattr(transformer_engine, "version", lambda name: "2.10.0+cu12")
     transformer_engine.check_transformer_engine()
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_transformer_engine_would_not_call_is_refused(hook):
+    model = DeferringLayers()
+    split_weight_gradients([model], WeightGradStore())
+    getattr(model.first.weight, hook)(lambda gradient: None)
+    with pytest.raises(ForwardStepError, match=r"^a parameter of DeferringLinear.* has a hook, .* --transformer-impl"):
+        model(microbatches()[0][0])

@@ -38,6 +38,15 @@ def broken() -> nn.Module:
             "layer 1 (<lambda>), the last of stage 0: a sparse_coo tensor cannot be sent to the next stage: return a "
             "dense tensor",
         ),
+        (
+            lambda x: (x, torch._nested_tensor_from_tensor_list([x[0].detach(), x[0, :2].detach()])),
+            "layer 1 (<lambda>), the last of stage 0: a nested tensor cannot pass between stages: return a "
+            "dense tensor",
+        ),
+        (
+            lambda x: (x, torch.empty(3, device="meta")),
+            "layer 1 (<lambda>), the last of stage 0: a meta tensor cannot pass between stages: return a dense tensor",
+        ),
         (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
         (nn.ReLU, "layer 1 is the class ReLU: give ReLU(...) or LayerSpec(ReLU, ...)"),
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),

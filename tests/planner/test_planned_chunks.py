@@ -122,3 +122,8 @@ def test_in_two_thirds_of_the_memory_of_1f1b_later_ranks_keep_fewer_microbatches
     timeline = simulate(schedule_of_orders(problem, plan.orders), costs)
     assert max(timeline.peak_memory) <= 10.51
     assert timeline.peak_memory[-1] < timeline.peak_memory[0] / 2
+
+
+def test_stages_without_activation_memory_are_planned():
+    costs = StageCosts.uniform(6, 1, 1, 1, 0, memory_f=0, memory_b=0, memory_w=0)
+    checked(generate("auto", 3, 6, num_chunks=2, costs=costs), costs)

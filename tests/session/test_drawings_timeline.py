@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble.session import drawings
@@ -25,6 +27,8 @@ def test_by_default_the_two_iterations_after_the_profile_of_this_job_are_drawn(
     profiled = DEFAULT_WINDOW[1]
     assert drawn() == (start + profiled + 1, start + profiled + 2)
     assert drawn(**{"--zero-bubble-profile-iters": "0 0"}) == (start + 2, start + 3)
+    planned = replace(checked_job(DRAWN).flags, zero_bubble_profile_input="profile.json")
+    assert drawings.open_timeline(planned, None, start) == (start + 2, start + 3)  # type: ignore[arg-type]
     assert told == []
     given = {"--zero-bubble-timeline-iters": "3 5", "--train-iters": "110"}
     assert drawn(**given) == (3, 5)

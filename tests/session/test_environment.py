@@ -16,6 +16,7 @@ from megatron.zero_bubble.session.environment import (
     device_of_rank,
     environment_warnings,
     host_name,
+    number_in,
     shared_cores,
 )
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -194,3 +195,11 @@ def test_a_device_is_not_missed_where_none_is_wanted(monkeypatch):
     complete_and_check(arguments(*model), environment, has_cuda=False, for_this_machine=False)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=0 says"):
         complete_and_check(arguments(*model), environment, has_cuda=False)
+
+
+@pytest.mark.parametrize("value", ["abc", "", "-1"])
+def test_a_variable_of_a_rank_that_is_not_a_number_is_refused(value: str) -> None:
+    assert number_in({"RANK": "3"}, "RANK", 0) == 3
+    assert number_in({}, "RANK", 0) == 0
+    with pytest.raises(ValueError, match=f"^environment variable RANK={value}: not a number; start .* torchrun"):
+        number_in({"RANK": value}, "RANK", 0)

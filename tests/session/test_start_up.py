@@ -39,6 +39,34 @@ def test_rank_0_of_several_tells_and_is_gone_whatever_its_interpreter_has_to_cle
     assert result.stdout == "said before"
 
 
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
+def test_a_wrong_number_of_a_rank_does_not_hide_the_line(variable: str) -> None:
+    wrong = environment() | {variable: "abc"}
+    told = [sys.executable, "-c", SLOW_TO_END.replace("60", "0")]
+    result = subprocess.run(told, env=wrong, capture_output=True, text=True, timeout=50, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "pretrain_gpt.py: error: --lr is missing\n"
+
+
+def test_the_line_is_printed_and_the_rank_ends_if_standard_output_is_closed() -> None:
+    closing = SLOW_TO_END.replace('sys.stdout.write("said before")', "sys.stdout = None")
+    of_two = environment() | {"RANK": "0", "WORLD_SIZE": "2"}
+    told = [sys.executable, "-c", closing]
+    result = subprocess.run(told, env=of_two, capture_output=True, text=True, timeout=50, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "pretrain_gpt.py: error: --lr is missing\n"
+
+
+def test_a_path_that_the_locale_cannot_encode_is_printed_escaped() -> None:
+    naming = (
+        "from megatron.zero_bubble.session.start_up import run_program; run_program('x', lambda: print('ck\\udce9'))"
+    )
+    strict = environment() | {"PYTHONIOENCODING": "utf-8:strict"}
+    told = [sys.executable, "-c", naming]
+    result = subprocess.run(told, env=strict, capture_output=True, text=True, timeout=50, check=True)
+    assert result.stdout == "ck\\udce9\n"
+
+
 def test_another_rank_tells_when_rank_0_had_its_time(monkeypatch, capsys):
     """While it waits SIGTERM ends it, even where a trainer had made SIGTERM a request to save."""
     waited = []

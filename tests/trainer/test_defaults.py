@@ -25,3 +25,9 @@ def test_local_layers_on_a_gpu_use_torchs_fused_attention_unless_it_lacks_a_flag
     assert completed(given, {}, has_cuda=True).attention_backend == backend
     if "backend" not in flags:
         assert completed(given, {}, has_cuda=False).attention_backend == "local"
+
+
+def test_a_rank_is_below_the_number_of_ranks() -> None:
+    given = parse_arguments([*REQUIRED, "--mock-data", "--vocab-size", "100"], "pretrain_gpt.py")
+    with pytest.raises(ValueError, match=r"^environment variable RANK=2: with WORLD_SIZE=2 it is below 2$"):
+        completed(given, {"RANK": "2", "WORLD_SIZE": "2"}, has_cuda=False)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.zero_bubble.launcher.script_settings import CHUNK_SOURCES, PATTERNS, divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
-from megatron.zero_bubble.session.environment import check_batch_size, check_num_ranks, check_sizes
+from megatron.zero_bubble.session.environment import check_batch_size, check_num_ranks, check_sizes, number_in
 from megatron.zero_bubble.session.flag_parser import flag, make_parser, parse_flags, take_flags
 from megatron.zero_bubble.session.flags import (
     ParallelFlags,
@@ -171,7 +171,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         return
     with users_mistakes():
         shape, _ = take_flags(ShapeFlags, (ShapeFlags,), arguments)
-        world_size = int(environment.get("WORLD_SIZE", "1"))
+        world_size = number_in(environment, "WORLD_SIZE", 1)
         check_sizes(shape)
         check_num_ranks(shape, world_size)
         check_chunk_flags(shape)

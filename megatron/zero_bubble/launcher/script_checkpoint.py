@@ -39,7 +39,11 @@ class ScriptCheckpoint:
 
     @classmethod
     def of(cls, script: Namespace) -> ScriptCheckpoint | None:
-        """Return the checkpoint that the script arguments `script` name; None if the script loads no checkpoint."""
+        """Return the checkpoint that the script arguments `script` name; None if the script loads no checkpoint.
+
+        Raises:
+            SessionError: the checkpoint's tracker file is damaged, or the iteration of `--ckpt-step` is missing.
+        """
         load, pretrained = (getattr(script, name, None) for name in ("load", "pretrained_checkpoint"))
         is_pretrained = pretrained and not (load and Path(load, _TRACKER).is_file())
         if not (folder := pretrained if is_pretrained else load):
@@ -47,6 +51,8 @@ class ScriptCheckpoint:
         found = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
         newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
         has_newer = getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
+        if not has_newer:
+            found._check_iteration()
         return found if found._iteration is not None or has_newer else None
 
     def __str__(self) -> str:
@@ -58,7 +64,19 @@ class ScriptCheckpoint:
         folder, step = Path(getattr(self.script, self.name)), getattr(self.script, "ckpt_step", None)
         if step:
             return str(step) if folder.is_dir() else None
-        return (folder / _TRACKER).read_text().strip() if (folder / _TRACKER).is_file() else None
+        return (folder / _TRACKER).read_text(errors="replace").strip() if (folder / _TRACKER).is_file() else None
+
+    def _check_iteration(self) -> None:
+        """Raise `SessionError` if the tracker file names no iteration, or the iteration of `--ckpt-step` is missing."""
+        iteration, folder = self._iteration, Path(getattr(self.script, self.name))
+        if iteration is None or iteration == "release":
+            return
+        if not iteration.isdecimal():
+            raise SessionError(f"{self}: {_TRACKER} contains {iteration!r:.80} in place of an iteration, such as 1000")
+        steps = [int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdecimal()]
+        if getattr(self.script, "ckpt_step", None) and int(iteration) not in steps:
+            there = ", ".join(map(str, sorted(steps))) or "none"
+            raise SessionError(f"--ckpt-step {iteration}: {self} has no such iteration (it has {there})")
 
     @property
     def is_continued(self) -> bool:

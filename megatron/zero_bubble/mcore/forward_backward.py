@@ -159,6 +159,11 @@ class MegatronStage:
                 f"{self.call.output_shape}, as the model's configuration says: config.variable_seq_lengths = True "
                 "allows messages of any shape"
             )
+        if output.dtype != self._config.pipeline_dtype:
+            raise ForwardStepError(
+                f"stage {stage} sends a tensor of {output.dtype}, but messages have the type config.pipeline_dtype, "
+                f"{self._config.pipeline_dtype}"
+            )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
         """Return the forward step of a microbatch on one of this rank's chunks.

@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
-from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad, placeholder_gradient
+from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, SplitWeight, has_hooks, placeholder_gradient
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _Linear = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -48,7 +48,8 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
     Raises:
         ValueError: a layer has a setting under which its W cannot be deferred, or the model is already wrapped in DDP.
     """
-    split = []
+    split: list[str] = []
+    weights: dict[torch.nn.Parameter, SplitWeight] = {}
     for chunk in model_chunks:
         if hasattr(chunk, "ddp_config"):
             raise ValueError(
@@ -57,7 +58,9 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
         tied = tied_output_layer(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, _SPLIT_LAYERS) and module is not tied:
-                split += [f"{name}.weight"] if _split_layer(module, store) else []
+                if _can_be_split(module):
+                    split.append(f"{name}.weight")
+                    _split_layer(module, weights.setdefault(module.weight, SplitWeight(module.weight, name, store)))
             elif defers_by_itself(module):
                 put_into_store(module, store)
                 split += [f"{name}.{parameter}" for parameter in deferred_parameters(module)]
@@ -73,15 +76,25 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
-    if layer is None or not model.share_embeddings_and_output_weights:
+    if layer is None or not getattr(model, "share_embeddings_and_output_weights", False):
         return None
     return layer if model.shared_embedding_or_output_weight() is not layer.weight else None
 
 
-def _split_layer(layer: Any, store: WeightGradStore) -> bool:
-    # An output layer on the embedding's stage has no weight of its own. With another type of logits
-    # (`--output-logit-dtype` of megatron-core 0.20), B and W stay together.
-    if layer.weight is None or getattr(layer, "output_dtype", None) is not None:
+def _can_be_split(layer: Any) -> bool:
+    """Whether the backward of a linear layer can be split into B and W.
+
+    B and W stay together in a layer of a class that computes its forward in another way, in an output layer without a
+    weight of its own (on the embedding's stage), in a layer whose weight is computed from other parameters (by
+    `torch.nn.utils.parametrizations`, for example), and with another type of logits (`--output-logit-dtype` of
+    megatron-core 0.20).
+
+    Raises:
+        ValueError: the layer has a setting under which its W cannot be deferred.
+    """
+    computes_as_usual = any(type(layer)._forward_impl is kind._forward_impl for kind in _SPLIT_LAYERS)
+    weight = layer._parameters.get("weight")
+    if not computes_as_usual or weight is None or getattr(layer, "output_dtype", None) is not None:
         return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -89,18 +102,20 @@ def _split_layer(layer: Any, store: WeightGradStore) -> bool:
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError("gtp_remat_size above 1 shards weights, but W accumulates whole gradients: set it to 1")
-    if not layer.weight.requires_grad:
-        return False
+    return weight.requires_grad
+
+
+def _split_layer(layer: Any, split_weight: SplitWeight) -> None:
     # Tells megatron-core's DDP that this parameter's gradient comes through a hook of its module, not from autograd.
     layer.weight.skip_backward_post_hook = True
-    weight_grad = LayerWeightGrad(layer.weight, store)
-    layer.register_wgrad_accumulation_and_reduce_hooks = weight_grad.set_hook
-    layer._forward_impl = MethodType(_forward_impl, weight_grad)
-    return True
+    layer.register_wgrad_accumulation_and_reduce_hooks = split_weight.set_hook
+    layer._forward_impl = partial(_forward_impl, layer, split_weight, layer._forward_impl)
 
 
 def _forward_impl(
-    weight_grad: LayerWeightGrad,
+    layer: Any,
+    split_weight: SplitWeight,
+    unsplit: Callable[..., torch.Tensor],
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -113,13 +128,21 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: None = None,
 ) -> torch.Tensor:
-    """Replace a linear layer's `_forward_impl`; only megatron-core 0.19 and later pass the last two arguments."""
+    """Replace a linear layer's `_forward_impl`; only megatron-core 0.19 and later pass the last two arguments.
+
+    Args:
+        layer: the linear layer.
+        split_weight: the layer's own weight.
+        unsplit: megatron-core's `_forward_impl`. It runs if the weight is frozen, or is not the layer's own weight but,
+            for example, a sum of this weight and an adapter's. Under FSDP2, the own weight is the gathered copy.
+    """
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
-    settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
-    if not weight.requires_grad:
-        return layers.linear_with_frozen_weight(input, weight, bias, *settings)
-    return _SplitLinear.apply(weight_grad, input, weight, bias, *settings)
+    settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+    if weight is not layer._parameters.get("weight") or not weight.requires_grad:
+        buffers = {"grad_output_buffer": grad_output_buffer, "wgrad_deferral_limit": wgrad_deferral_limit}
+        return unsplit(input, weight, bias, *settings, **buffers, tp_group=tp_group)
+    return _SplitLinear.apply(split_weight, input, weight, bias, *settings, tp_group)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -128,12 +151,12 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        weight_grad: LayerWeightGrad,
+        split_weight: SplitWeight,
         input: torch.Tensor,
         weight: torch.Tensor,
         *settings: Any,
     ) -> torch.Tensor:
-        ctx.weight_grad = weight_grad
+        ctx.split_weight = split_weight
         # The parameter is kept, too, because saved-tensor hooks can replace the saved tensor by another object.
         ctx.weight = weight
         *flags, tp_group = settings
@@ -142,7 +165,7 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_weight = None
-        if ctx.weight_grad.store.is_deferring:
+        if ctx.split_weight.store.is_deferring and not has_hooks(ctx.weight):
             grad_input, grad_bias = _input_grad(ctx, grad_output)
         else:
             grad_input, grad_weight, grad_bias = _Linear.backward(ctx, grad_output)[:3]
@@ -171,9 +194,9 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
     held, gather_group = (saved_input, grad_output), ctx.tp_group if ctx.sequence_parallel else None
     deferred = DeferredWeightGrad(
-        ctx.weight_grad, ctx.weight, *held, is_fused=ctx.gradient_accumulation_fusion, gather_group=gather_group
+        ctx.split_weight, ctx.weight, *held, is_fused=ctx.gradient_accumulation_fusion, gather_group=gather_group
     )
-    ctx.weight_grad.store.put(deferred.run, held=held, parameter=ctx.weight, start=deferred.start_to_gather)
+    ctx.split_weight.store.put(deferred.run, held=held, parameter=ctx.weight, start=deferred.start_to_gather)
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias
@@ -231,7 +254,8 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
     multiplied = {model.shared_embedding_or_output_weight() for model in tied.values()}
     for name, module, parameter in _trained_parameters(chunks):
         counts["total"] += parameter.numel()
-        if getattr(parameter, "skip_backward_post_hook", False):
+        is_hooked = has_hooks(parameter, num_own=defers_by_itself(module))
+        if getattr(parameter, "skip_backward_post_hook", False) and not is_hooked:
             counts["in_w"] += parameter.numel()
         elif parameter in multiplied:
             unsplit[f"output_layer ({ColumnParallelLinear.__name__})"] += parameter.numel()
@@ -244,7 +268,8 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
             unsplit[kind] += parameter.numel()
             is_leaf = next(module.children(), None) is None
             can_be_split = isinstance(module, _LINEAR) or (is_leaf and hasattr(module, "backward_dw"))
-            is_kept = parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None or module in tied
+            is_kept = parameter.dim() != 2 or is_hooked or module in tied
+            is_kept |= getattr(module, "output_dtype", None) is not None
             if can_be_split and not is_kept:
                 missed.add(kind)
     return Gradients(**counts, unsplit=tuple(sorted(unsplit.items())), missed=tuple(sorted(missed)))

@@ -97,7 +97,13 @@ class Restart:
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._random, self._host = random._get_all_rng_states(), HostGenerators.now()
-        self._buffers = [(buffer, buffer.clone()) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for chunk in model_chunks
+            for module in unwrap_model(chunk).modules()
+            for name, buffer in module._buffers.items()
+        ]
+        """For each buffer: its module, its name, the buffer, and a copy."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -108,5 +114,7 @@ class Restart:
         """
         random._set_all_rng_states(*self._random)
         self._host.apply()
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for module, name, buffer, before in self._buffers:
+            if buffer is not None and before is not None:
+                buffer.copy_(before)
+            module._buffers[name] = buffer  # A forward may put another tensor into the place of the buffer.

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megatron.zero_bubble.mcore.weight_grad import MicrobatchSum, MicrobatchSums, is_in_main_grad, placeholder_gradient
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+from megatron.zero_bubble.mcore.weight_grad import (
+    MicrobatchSum,
+    MicrobatchSums,
+    has_hooks,
+    is_in_main_grad,
+    placeholder_gradient,
+)
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
@@ -105,6 +112,11 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         parameter.grad = None
 
     def on_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if any(has_hooks(parameter, num_own=1) for parameter in parameters):
+            raise ForwardStepError(
+                f"a parameter of {module} has a hook, but Transformer Engine defers weight gradients and calls no "
+                "hooks: remove the hook, or use --transformer-impl local"
+            )
         # A tuple holds, after the result, a bias that is added elsewhere or the input of the norm.
         result = output[0] if isinstance(output, tuple) else output
         if result.requires_grad:

@@ -16,31 +16,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from torch.autograd.graph import get_gradient_edge
 
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
-class LayerWeightGrad:
-    """Adds up the weight gradients of one layer in `weight.grad`, and tells DDP when a gradient is complete."""
+class SplitWeight:
+    """The weight of one or several linear layers whose gradient is computed in W; DDP is told when it is complete.
 
-    def __init__(self, weight: Any, store: WeightGradStore) -> None:
-        self._hook: Callable[[], None] | None = None
+    Args:
+        weight: the parameter.
+        name: name of a layer that has the weight.
+        store: the store that defers W.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, name: str, store: WeightGradStore) -> None:
+        self.weight, self.name, self.store = weight, name, store
         self.sums = MicrobatchSums(store)
-        self.store = store
-        # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
-        # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
-        # strong reference would keep the model, its optimizer and its process groups in memory after their last use.
-        this = weakref.ref(self)
-
-        def reduce(weight: torch.Tensor) -> None:
-            if (layer := this()) is not None:
-                layer._reduce(weight)
-
-        weight.register_post_accumulate_grad_hook(reduce)
+        self._hook: Callable[[], None] | None = None
 
     def set_hook(self, hook: Callable[[], None]) -> None:
         """Set DDP's hook, which adds `weight.grad` to `weight.main_grad` and marks the weight as ready."""
-        self._hook = hook
+        is_first, self._hook = self._hook is None, hook
+        if not is_first:
+            return  # several layers share the weight
+        # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
+        # weight is used. As in DDP, the hook belongs to the node that accumulates the gradient, so that the user's
+        # hooks of the weight run before. The reference is weak because Python's garbage collector does not look into
+        # such hooks: a strong reference would keep the model, its optimizer and its process groups in memory.
+        this = weakref.ref(self)
+
+        def reduce(*gradients: Any) -> None:
+            if (split_weight := this()) is not None:
+                split_weight._reduce(split_weight.weight)
+
+        self._accumulation = get_gradient_edge(self.weight).node
+        self._accumulation.register_hook(reduce)
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
         """Add the term `grad` to the sum `into`; if the sum is complete, add it to `weight.grad` and call DDP's hook.
@@ -54,7 +66,10 @@ class LayerWeightGrad:
         assert self._hook is None or weight.grad is None, "a weight's gradient was computed twice"
         # From torch 2.15 on, FSDP2 sets the type in which a gathered weight sums its gradients.
         total = total.to(getattr(weight, "grad_dtype", None) or total.dtype)
-        weight.grad = total if weight.grad is None else weight.grad + total
+        if weight.grad is None:
+            weight.grad = total
+        elif not is_in_main_grad(weight):
+            weight.grad += total  # in place, as autograd adds, because the gradient may be a view of a buffer
         self._reduce(weight)
 
     def _reduce(self, weight: torch.Tensor) -> None:
@@ -112,7 +127,7 @@ class DeferredWeightGrad:
     before W.
     """
 
-    layer: LayerWeightGrad
+    split_weight: SplitWeight
     weight: torch.Tensor
     kept_input: torch.Tensor
     grad_output: torch.Tensor
@@ -120,7 +135,8 @@ class DeferredWeightGrad:
     gather_group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
-        self._sum = self.layer.sums.expect()
+        self._sum = self.split_weight.sums.expect()
+        self._versions = self._versions_now()
         self._gathering: tuple[torch.Tensor, Any] | None = None
 
     def start_to_gather(self) -> None:
@@ -130,13 +146,26 @@ class DeferredWeightGrad:
         whole = kept.new_empty((kept.shape[0] * self.gather_group.size(), *kept.shape[1:]))
         self._gathering = whole, dist.all_gather_into_tensor(whole, kept, group=self.gather_group, async_op=True)
 
+    def _versions_now(self) -> tuple[int, int]:
+        return self.kept_input._version, self.grad_output._version
+
     def run(self) -> None:
+        """Compute the weight gradient.
+
+        Raises:
+            ForwardStepError: the model has changed the layer's input or the output's gradient in place after B.
+        """
+        if self._versions != self._versions_now():
+            raise ForwardStepError(
+                f"{self.split_weight.name} (split into B and W): its input or its output's gradient is changed in "
+                "place between B and W: change a copy of the tensor"
+            )
         grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._whole_input())
         if self.is_fused:
             grad = add_to_main_grad(self.weight, whole_input, grad_output)
         else:
             grad = grad_output.t().matmul(whole_input)
-        self.layer.accumulate(grad, self._sum, self.weight)
+        self.split_weight.accumulate(grad, self._sum, self.weight)
 
     def _whole_input(self) -> torch.Tensor:
         if self._gathering is None:
@@ -163,6 +192,15 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """
     return weight.detach().new_zeros(1).expand_as(weight)
+
+
+def has_hooks(parameter: torch.Tensor, num_own: int = 0) -> bool:
+    """Tell whether the user has registered hooks with a parameter, which expect the whole gradient in the backward.
+
+    Args:
+        num_own: number of hooks of this project, which run after the accumulation of the gradient.
+    """
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > num_own
 
 
 def is_in_main_grad(parameter: Any) -> bool:

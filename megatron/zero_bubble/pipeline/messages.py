@@ -202,6 +202,15 @@ def _with_one_nan(template: Any) -> Any:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return the shape, type and device of a tensor.
+
+    Raises:
+        ValueError: no channel can carry the tensor.
+    """
+    is_padded_later = tensor.is_nested and tensor.layout is torch.strided
+    for kind, applies in (("nested", is_padded_later), ("quantized", tensor.is_quantized), ("meta", tensor.is_meta)):
+        if applies:
+            raise ValueError(f"a {kind} tensor cannot pass between stages: return a dense tensor")
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 

@@ -22,7 +22,7 @@ class PartialModel(nn.Module):
         super().__init__()
         self._agreement: Agreement
         # In a tuple, so that the module does not register the parameter.
-        self._placeholder = (("placeholder", nn.Parameter(torch.empty(0))),)
+        self._placeholder = (("placeholder", nn.Parameter(torch.empty(0, 0))),)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this rank's layers.

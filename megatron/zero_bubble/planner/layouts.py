@@ -106,6 +106,7 @@ class _Search:
         self.refused: list[ScheduleError] = []
         self.efforts: dict[Layout, int] = {}
         """Layout -> the largest effort with which the layout has been planned."""
+        self._num_planned = 0
 
     @property
     def best_time(self) -> float:
@@ -136,7 +137,8 @@ class _Search:
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
         """Plan a layout, unless it was planned with at least `effort` before; return the layout's best plan or None."""
         if self.efforts.get(layout, -1) < effort:
-            self._report(f"{len(self.efforts)} layouts planned, the best takes {self.best_time:.6g}")
+            self._report(f"{self._num_planned} schedules planned for {len(self.efforts)} layouts")
+            self._num_planned += 1
             self.efforts[layout] = effort
             try:
                 plan = plan_layout(replace(self.request, effort=effort), layout)

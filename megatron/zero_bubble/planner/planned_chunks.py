@@ -125,7 +125,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     if v == 1:
         return [(m,)]
     memory = zip(problem.limits, problem.whole_memory, strict=True)
-    in_flight = min(limit / max(1e-9 * limit, whole) for limit, whole in memory)
+    in_flight = min(limit / whole if whole > 0 else inf for limit, whole in memory)
     most = min(p, m)
     size = round(max(1, min(most, max((v * in_flight - p) / (v - 1), 0.75 * in_flight))))
     step = 1 + size // 8

@@ -78,7 +78,7 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
     """The `TimelineWriter` of a job that continues after `iteration`; None without `--zero-bubble-timeline`."""
     if flags.zero_bubble_timeline is None:
         return None
-    window = profile_window(flags)
+    window = None if flags.zero_bubble_profile_input is not None else profile_window(flags)
     after = iteration + (window[1] if window else 1)
     first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
     steps = flags.num_iterations(iteration)

@@ -21,6 +21,21 @@ _SIZES = (
 """Names of flags with numbers of ranks and of sequences."""
 
 
+def number_in(environment: Mapping[str, str], name: str, default: int) -> int:
+    """The number in the environment variable `name` of a rank, such as RANK; `default` if the variable is not set.
+
+    Raises:
+        ValueError: the variable does not contain a number.
+    """
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(
+            f"environment variable {name}={text}: not a number; start the ranks with torchrun, or set RANK, WORLD_SIZE "
+            "and LOCAL_RANK"
+        )
+    return int(text)
+
+
 def host_name(environment: Mapping[str, str]) -> str:
     """The name of this machine; under Slurm, the name that Slurm gives the node."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
@@ -40,7 +55,7 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
     Raises:
         ValueError: torchrun started more ranks than there are devices, and no setting lets ranks share a device.
     """
-    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
+    num_ranks = number_in(environment, "LOCAL_WORLD_SIZE", 0)
     shares = flags.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
     if num_ranks > num_devices and not shares:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -58,7 +73,7 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
         environment: the environment variables, with torchrun's `LOCAL_WORLD_SIZE`.
         num_cores: processor cores of the host.
     """
-    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    num_ranks = number_in(environment, "LOCAL_WORLD_SIZE", 1)
     if num_ranks <= num_cores:
         return None
     cores = "one processor core" if num_cores == 1 else f"{num_cores} processor cores"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -49,6 +50,13 @@ def print_rank_0(message: str) -> None:
 def print_error(program: str, message: object) -> None:
     """Print, on this rank, the error that ends `program`, and flush the output."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+
+
+def flush_output() -> None:
+    """Flush both streams of a process that ends; errors do not matter any more, for example of a closed stream."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 from megatron.zero_bubble.session.environment import host_name
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.reports import print_error
+from megatron.zero_bubble.session.reports import flush_output, print_error
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
@@ -58,8 +57,7 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
 
 def _leave() -> None:
     """End the process at once and without an exception, because a hung main thread may never handle an exception."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(1)
 
 

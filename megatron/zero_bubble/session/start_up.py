@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ import torch
 
 from megatron.zero_bubble.runtime.copy_lane import HostMemoryError
 from megatron.zero_bubble.runtime.processes import end_children, end_with_parent, tie_children
-from megatron.zero_bubble.session.reports import print_error
+from megatron.zero_bubble.session.reports import flush_output, print_error
 
 _SECONDS_FOR_RANK_0 = 5.0
 """Seconds for which a rank above 0, or a rank that lost a connection, delays its error message; see `report`."""
@@ -100,6 +101,10 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
     Returns:
         The program's exit status.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # A path that the locale cannot encode must not end the job when a line names the path.
+            stream.reconfigure(errors="backslashreplace")
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     tie_children()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -128,15 +133,15 @@ def report(program: str, error: Exception) -> int:
     their connection to another rank, sleep for some seconds before they print their errors. Before a sleeping rank
     prints, torchrun usually notices that another rank has failed, and ends the sleeping rank.
     """
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank > 0 or isinstance(error, _LostRankError):
+    # The variables may have caused the error, so they need not contain numbers.
+    if os.environ.get("RANK", "0") != "0" or isinstance(error, _LostRankError):
         # torchrun ends the other ranks by SIGTERM, which a trainer may have turned into a request to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_FOR_RANK_0)
     print_error(program, error)
     _tell_torchrun(f"{program}: error: {error}")
     status = _STATUS_OF_LOST_RANK if isinstance(error, _LostRankError) else _STATUS
-    if num_ranks > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         _leave(status)
     return status
 
@@ -173,6 +178,6 @@ def _tell_torchrun(reason: str) -> None:
 
 def _leave(status: int) -> NoReturn:
     """End this process at once, because torchrun would wait for a normal exit, which takes seconds on few cores."""
-    sys.stdout.flush()
+    flush_output()
     end_children()
     os._exit(status)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron.zero_bubble.session.environment import number_in
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.trainer.activations import check_activation
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -16,15 +17,19 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     """Return the flags with the rank from `environment`, and with defaults for flags that are not given.
 
     Raises:
-        ValueError: a default cannot be derived from the other flags, or flags name several activations.
+        ValueError: a default cannot be derived from the other flags, flags name several activations, or a variable in
+            `environment` is wrong.
     """
     check_activation(args)
+    rank, world_size = number_in(environment, "RANK", 0), number_in(environment, "WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ValueError(f"environment variable RANK={rank}: with WORLD_SIZE={world_size} it is below {world_size}")
     of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
     args = replace(
         args,
-        rank=int(environment.get("RANK", "0")),
-        world_size=int(environment.get("WORLD_SIZE", "1")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        rank=rank,
+        world_size=world_size,
+        local_rank=number_in(environment, "LOCAL_RANK", 0),
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
         distributed_backend=args.distributed_backend or ("nccl" if has_cuda else "gloo"),
         tokenizer_type=args.tokenizer_type or ("NullTokenizer" if args.mock_data else of_files),

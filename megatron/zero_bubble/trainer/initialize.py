@@ -42,9 +42,10 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         try:
             dist.init_process_group(args.distributed_backend, timeout=timeout)
-        except dist.DistNetworkError as error:
-            place = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-            raise ValueError(f"{place}: ranks cannot meet: {one_line(error)}") from error
+        except (dist.DistError, ValueError) as error:
+            names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+            place = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+            raise ValueError(f"{place or 'without torchrun'}: ranks cannot meet: {one_line(error)}") from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

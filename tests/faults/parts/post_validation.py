@@ -58,9 +58,9 @@ FAULTS = (
     Fault(
         name="buffers-saved-without-a-copy",
         file="mcore/restart.py",
-        old="""        self._buffers = [(buffer, buffer.clone()) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
+        old="""            (module, name, buffer, None if buffer is None else buffer.clone())
 """,
-        new="""        self._buffers = [(buffer, buffer) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
+        new="""            (module, name, buffer, buffer)
 """,
         effect=(
             "What forwards count in buffers, such as the tokens of an expert, is counted twice when they run "

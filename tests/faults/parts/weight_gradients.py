@@ -34,9 +34,9 @@ FAULTS = (
     Fault(
         name="gradient-replaced-without-ddp",
         file="mcore/weight_grad.py",
-        old="""        weight.grad = total if weight.grad is None else weight.grad + total
+        old="""            weight.grad += total  # in place, as autograd adds, because the gradient may be a view of a buffer
 """,
-        new="""        weight.grad = total
+        new="""            weight.grad = total
 """,
         effect=(
             "In a model that is not wrapped in DDP, split layers keep the weight gradient of the last microbatch only."

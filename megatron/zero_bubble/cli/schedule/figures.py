@@ -219,9 +219,10 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
         if costs.num_stages == placement.num_ranks:
             costs = costs.split_ranks(placement)
         elif costs.num_stages != placement.num_stages:
+            sizes = sorted({placement.num_ranks, placement.num_stages})
             raise ScheduleError(
-                f"{flags.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
-                f"{placement.num_ranks} for whole ranks"
+                f"argument --costs {flags.costs}: costs of {costs.num_stages} stages, but --pipeline-size "
+                f"{placement.num_ranks} needs {' or '.join(map(str, sizes))}"
             )
         if flags.host_bandwidth is not None:
             costs = with_host_link(costs, flags.host_bandwidth * BYTES_PER_MS)
