@@ -29,5 +29,5 @@ def test_local_layers_on_a_gpu_use_torchs_fused_attention_unless_it_lacks_a_flag
 
 def test_a_rank_is_below_the_number_of_ranks() -> None:
     given = parse_arguments([*REQUIRED, "--mock-data", "--vocab-size", "100"], "pretrain_gpt.py")
-    with pytest.raises(ValueError, match=r"^environment variable RANK=2: with WORLD_SIZE=2 it is below 2$"):
+    with pytest.raises(ValueError, match=r"^environment variable RANK=2: must be below WORLD_SIZE=2$"):
         completed(given, {"RANK": "2", "WORLD_SIZE": "2"}, has_cuda=False)

@@ -23,7 +23,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     check_activation(args)
     rank, world_size = number_in(environment, "RANK", 0), number_in(environment, "WORLD_SIZE", 1)
     if rank >= world_size:
-        raise ValueError(f"environment variable RANK={rank}: with WORLD_SIZE={world_size} it is below {world_size}")
+        raise ValueError(f"environment variable RANK={rank}: must be below WORLD_SIZE={world_size}")
     of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
     args = replace(
         args,

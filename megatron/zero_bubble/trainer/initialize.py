@@ -44,8 +44,8 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
             dist.init_process_group(args.distributed_backend, timeout=timeout)
         except (dist.DistError, ValueError) as error:
             names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-            place = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-            raise ValueError(f"{place or 'without torchrun'}: ranks cannot meet: {one_line(error)}") from error
+            place = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+            raise ValueError(f"{place} (torchrun sets these): ranks cannot meet: {one_line(error)}") from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
