@@ -125,7 +125,8 @@ def meet(rank: int, num_ranks: int, port: int) -> None:
     from megatron.zero_bubble.trainer.initialize import initialized
 
     args, job = complete_and_check(parse_arguments(BASE), os.environ, has_cuda=False)
-    line = rf"^MASTER_ADDR=localhost MASTER_PORT={port} RANK=0 WORLD_SIZE=[12] \(torchrun sets these\): ranks cannot meet: [^\n]*address already in use$"
+    place = rf"MASTER_ADDR=localhost MASTER_PORT={port} RANK=0 WORLD_SIZE=[12] \(torchrun sets these\)"
+    line = rf"^{place}: ranks cannot meet: [^\n]*address already in use$"
     with pytest.raises(ValueError, match=line), initialized(args, job.placement):
         pass
 

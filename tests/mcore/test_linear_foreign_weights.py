@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -195,6 +197,32 @@ def test_gradients_that_are_views_of_a_buffer_stay_views():
         return flat
 
     assert torch.equal(flat_gradients(is_split=True), flat_gradients(is_split=False))
+
+
+def test_a_weight_that_is_replaced_after_the_split_is_freed():
+    """FSDP2 replaces each weight by a shard."""
+    model = Layers()
+    split_weight_gradients([model], WeightGradStore())
+    kept = [weakref.ref(layer.weight) for layer in (model.column, model.row)]
+    for layer in (model.column, model.row):
+        layer.weight = torch.nn.Parameter(layer.weight.detach()[:1].clone())
+    gc.collect()
+    assert [weight() for weight in kept] == [None, None]
+
+
+def test_a_model_that_is_converted_and_wrapped_again_has_the_gradients_of_the_fused_backward():
+    def gradients(*, is_split: bool) -> dict[str, torch.Tensor]:
+        model = Layers()
+        if is_split:
+            split_weight_gradients([model], WeightGradStore())
+        config = DistributedDataParallelConfig(delay_wgrad_compute=is_split)
+        DistributedDataParallel(model.config, config, model)
+        ddp = DistributedDataParallel(model.config, config, model.bfloat16())
+        for x, gradient in microbatches(torch.bfloat16):
+            ddp(x).backward(gradient)
+        return {name: parameter.main_grad for name, parameter in model.named_parameters()}
+
+    assert_equal(gradients(is_split=True), gradients(is_split=False))
 
 
 def test_an_input_that_is_changed_before_w_is_refused():

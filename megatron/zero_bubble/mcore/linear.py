@@ -254,7 +254,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
     multiplied = {model.shared_embedding_or_output_weight() for model in tied.values()}
     for name, module, parameter in _trained_parameters(chunks):
         counts["total"] += parameter.numel()
-        is_hooked = has_hooks(parameter, num_own=defers_by_itself(module))
+        is_hooked = has_hooks(parameter)
         if getattr(parameter, "skip_backward_post_hook", False) and not is_hooked:
             counts["in_w"] += parameter.numel()
         elif parameter in multiplied:

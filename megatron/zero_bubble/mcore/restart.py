@@ -97,13 +97,11 @@ class Restart:
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._random, self._host = random._get_all_rng_states(), HostGenerators.now()
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else buffer.clone())
-            for chunk in model_chunks
-            for module in unwrap_model(chunk).modules()
-            for name, buffer in module._buffers.items()
-        ]
-        """For each buffer: its module, its name, the buffer, and a copy."""
+        modules = [module for chunk in model_chunks for module in unwrap_model(chunk).modules()]
+        self._places = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        # Several modules may have one buffer.
+        buffers = {id(buffer): buffer for _, _, buffer in self._places if buffer is not None}
+        self._copies = [(buffer, buffer.clone()) for buffer in buffers.values()]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -114,7 +112,7 @@ class Restart:
         """
         random._set_all_rng_states(*self._random)
         self._host.apply()
-        for module, name, buffer, before in self._buffers:
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
+        for buffer, before in self._copies:
+            buffer.copy_(before)
+        for module, name, buffer in self._places:
             module._buffers[name] = buffer  # A forward may put another tensor into the place of the buffer.

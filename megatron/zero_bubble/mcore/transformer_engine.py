@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.weight_grad import (
+    OWN,
     MicrobatchSum,
     MicrobatchSums,
     has_hooks,
@@ -112,7 +113,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         parameter.grad = None
 
     def on_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if any(has_hooks(parameter, num_own=1) for parameter in parameters):
+        if any(has_hooks(parameter) for parameter in parameters):
             raise ForwardStepError(
                 f"a parameter of {module} has a hook, but Transformer Engine defers weight gradients and calls no "
                 "hooks: remove the hook, or use --transformer-impl local"
@@ -122,6 +123,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         if result.requires_grad:
             result.register_hook(on_backward)
 
+    setattr(on_gradient_of_b, OWN, True)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(on_gradient_of_b)
     module.register_forward_hook(on_forward)

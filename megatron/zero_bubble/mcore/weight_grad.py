@@ -32,14 +32,20 @@ class SplitWeight:
     """
 
     def __init__(self, weight: torch.nn.Parameter, name: str, store: WeightGradStore) -> None:
-        self.weight, self.name, self.store = weight, name, store
+        self.name, self.store = name, store
         self.sums = MicrobatchSums(store)
         self._hook: Callable[[], None] | None = None
+        self._accumulation: Any = None
+        # A strong reference, here or to the node, would keep a weight in memory that FSDP2 replaces by its shards.
+        self._weight = weakref.ref(weight)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
         """Set DDP's hook, which adds `weight.grad` to `weight.main_grad` and marks the weight as ready."""
-        is_first, self._hook = self._hook is None, hook
-        if not is_first:
+        self._hook, weight = hook, self._weight()
+        if weight is None:
+            return
+        node = get_gradient_edge(weight).node
+        if node is self._accumulation:
             return  # several layers share the weight
         # If B and W are fused, autograd adds up the gradient and calls this hook once per backward, however often the
         # weight is used. As in DDP, the hook belongs to the node that accumulates the gradient, so that the user's
@@ -48,11 +54,11 @@ class SplitWeight:
         this = weakref.ref(self)
 
         def reduce(*gradients: Any) -> None:
-            if (split_weight := this()) is not None:
-                split_weight._reduce(split_weight.weight)
+            if (split_weight := this()) is not None and (weight := split_weight._weight()) is not None:
+                split_weight._reduce(weight)
 
-        self._accumulation = get_gradient_edge(self.weight).node
-        self._accumulation.register_hook(reduce)
+        self._accumulation = node
+        node.register_hook(reduce)
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
         """Add the term `grad` to the sum `into`; if the sum is complete, add it to `weight.grad` and call DDP's hook.
@@ -194,13 +200,14 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().new_zeros(1).expand_as(weight)
 
 
-def has_hooks(parameter: torch.Tensor, num_own: int = 0) -> bool:
-    """Tell whether the user has registered hooks with a parameter, which expect the whole gradient in the backward.
+OWN = "is_zero_bubbles"
+"""Name of an attribute of the hooks that this project registers with parameters."""
 
-    Args:
-        num_own: number of hooks of this project, which run after the accumulation of the gradient.
-    """
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > num_own
+
+def has_hooks(parameter: Any) -> bool:
+    """Tell whether the user has registered hooks with a parameter, which expect the whole gradient in the backward."""
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or not all(hasattr(hook, OWN) for hook in after)
 
 
 def is_in_main_grad(parameter: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
@@ -22,8 +21,6 @@ class DroppingLayer:
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device
-        self._constants: tuple[int, ...] = ()
-        """Numbers of the output tensors that need no gradient, such as a mask that the layer passes on."""
 
     def __call__(self, value: Any) -> Any:
         blocks = self._store.current
@@ -34,7 +31,7 @@ class DroppingLayer:
             output = self._layer(value)
             blocks.keep(given.tensors, StageMessage.of(output).tensors)
             return output
-        call = _DroppedCall(self._layer, given.spec, blocks, Autocast.current(self._device.type), self._constants)
+        call = _DroppedCall(self._layer, given.spec, blocks, Autocast.current(self._device.type))
         # An extra input always needs a gradient: a layer whose other inputs need none would otherwise have no backward.
         wanted = torch.empty(0, requires_grad=True)
         outputs = _Dropped.apply(call, wanted, *given.tensors)
@@ -42,32 +39,28 @@ class DroppingLayer:
         return call.returned.value_of(outputs)
 
     def _probe(self, value: Any) -> Any:
-        """Run the layer, and find out which outputs need no gradient, if others do.
+        """Run the layer; if the layer changes its input in place, give the layer a copy of its input in later calls.
 
-        If the layer changes its input in place, later calls give the layer a copy of its input. Without a copy of the
-        input, F would overwrite the input that R needs, and in R autograd would refuse the in-place change of a leaf
-        tensor.
+        Without a copy of the input, F would overwrite the input that R needs, and in R autograd would refuse the
+        in-place change of a leaf tensor.
         """
         before = versions_of(value)
         output = self._layer(value)
         if before != versions_of(value):
             layer = self._layer
             self._layer = lambda value: layer(clone_tensors(value))
-        needs = [leaf.requires_grad for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        # If no output needs a gradient, the layer may have skipped its parameters, as with LayerDrop.
-        self._constants = tuple(k for k, need in enumerate(needs) if not need) if any(needs) else ()
         return output
 
 
 class _DroppedCall:
     """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
 
-    def __init__(
-        self, layer: Layer, given: MessageSpec, blocks: Blocks, autocast: Autocast, constants: Sequence[int]
-    ) -> None:
+    def __init__(self, layer: Layer, given: MessageSpec, blocks: Blocks, autocast: Autocast) -> None:
         self._layer, self._given, self._autocast = layer, given, autocast
-        self.blocks, self.constants = blocks, constants
+        self.blocks = blocks
         self.returned: MessageSpec | None = None
+        self.passed_on: list[int] = []
+        """Numbers of the outputs that are inputs without a gradient, such as masks."""
         self._inputs: Sequence[torch.Tensor] = ()
         self._output: StageMessage | None = None
 
@@ -80,6 +73,8 @@ class _DroppedCall:
             inputs = [tensor.detach() for tensor in tensors]
             output = StageMessage.of(self._layer(self._given.value_of(inputs)))
         self.returned = output.spec
+        constants = {id(given) for given, needs in zip(inputs, needs_gradient, strict=True) if not needs}
+        self.passed_on = [k for k, tensor in enumerate(output.tensors) if id(tensor) in constants]
         return output.tensors
 
     def recompute(self) -> None:
@@ -91,11 +86,6 @@ class _DroppedCall:
             torch.set_rng_state(self._random_state)
             set_device_states(devices, states)
             self._output = StageMessage.of(self._layer(self._given.value_of(self._inputs)))
-        if any(needs for k, needs in enumerate(self._output.spec.needs_gradient) if k in self.constants):
-            raise ValueError(
-                "an output of a checkpointed layer needs a gradient, but did not in the first microbatch: compute it "
-                "from parameters in every microbatch or in none"
-            )
         self._output.release()
 
     def run_backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
@@ -115,7 +105,8 @@ class _Dropped(torch.autograd.Function):
         ctx.during_backward = call.blocks.put(call.recompute)
         # Detached, because an input that the layer returns is not the output of this function.
         outputs = tuple(output.detach() for output in outputs)
-        ctx.mark_non_differentiable(*(output for k, output in enumerate(outputs) if k in call.constants))
+        if len(call.passed_on) < len(outputs):  # A function without any differentiable output would have no backward.
+            ctx.mark_non_differentiable(*(outputs[k] for k in call.passed_on))
         return outputs
 
     @staticmethod

@@ -102,7 +102,7 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
         The program's exit status.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             # A path that the locale cannot encode must not end the job when a line names the path.
             stream.reconfigure(errors="backslashreplace")
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -58,9 +58,9 @@ FAULTS = (
     Fault(
         name="buffers-saved-without-a-copy",
         file="mcore/restart.py",
-        old="""            (module, name, buffer, None if buffer is None else buffer.clone())
+        old="""        self._copies = [(buffer, buffer.clone()) for buffer in buffers.values()]
 """,
-        new="""            (module, name, buffer, buffer)
+        new="""        self._copies = [(buffer, buffer) for buffer in buffers.values()]
 """,
         effect=(
             "What forwards count in buffers, such as the tokens of an expert, is counted twice when they run "
