@@ -12,6 +12,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import settle_layout
 from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.script_flags import script_arguments
 
@@ -23,13 +24,18 @@ def makes_data_for_one_chunk(num_samples: tuple[int, ...]) -> None: ...
 def makes_data_for_chunks(num_samples: tuple[int, ...], vp_stage: int | None = None) -> None: ...
 
 
-def settled(model_provider: Callable[..., None], data_provider: Callable[..., None], **arguments: int) -> mock.Mock:
+def settled(
+    model_provider: Callable[..., None],
+    data_provider: Callable[..., None],
+    units: mock.Mock | None = None,
+    **arguments: int,
+) -> mock.Mock:
     """Settle the layout of a script under `--zero-bubble`; return the script's session."""
     script = script_arguments(padded_vocab_size=128, **arguments)
     session = mock.Mock(job=mock.Mock(flags=flags_of(script, LaunchFlags())))
     signature = inspect.signature(lambda model_provider_func: None)
     setup = Call(pytest.fail, signature.bind(model_provider))
-    settle_layout(script, None, session, mock.Mock(), setup, data_provider)
+    settle_layout(script, None, session, units or mock.Mock(), setup, data_provider)
     return session
 
 
@@ -64,3 +70,19 @@ def test_flags_that_ask_for_chunks_are_refused(
     reason = rf"^--num-virtual-stages-per-pipeline-rank 2: the script's {named} has no parameter vp_stage"
     with pytest.raises(SessionError, match=reason):
         settled(model_provider, data_provider, **chunks)
+
+
+def test_megatrons_layout_is_kept_if_the_costs_of_the_model_cannot_be_measured() -> None:
+    units = mock.Mock()
+    units.measure.side_effect = UnmeasuredError("the costs of the model cannot be measured: IndexError")
+    with mock.patch("megatron.zero_bubble.launcher.script_choice.check_chunks"):
+        session = settled(builds_chunks, makes_data_for_chunks, units)
+    session.keep_megatrons_layout.assert_called_once_with("the costs of the model cannot be measured: IndexError")
+    session.choose_layout.assert_not_called()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_no_shards_are_chosen_for_a_model_with_its_own_embedding_output_layer_or_loss(keeps: bool) -> None:
+    units = mock.Mock(shapes_vary=False, keeps_vocabulary=keeps)
+    [choice] = settled(builds_chunks, makes_data_for_chunks, units).choose_layout.call_args_list
+    assert (choice.kwargs.get("zero_bubble_vocabulary_parallel") == "off") == keeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from split_layers import Layers, make_config, one_rank
 
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.recorded_call import record_call
-from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary, why_not_replaced
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
@@ -153,3 +155,39 @@ def test_a_forward_step_runs_without_its_model():
 def test_a_forward_step_that_does_more_with_its_model_is_refused(forward_step, message):
     with pytest.raises(ValueError, match=f"needs a forward step that calls the model once .*{message}"):
         record_call(forward_step, None, Layers())
+
+
+class Capped(ColumnParallelLinear):
+    def forward(self, *arguments, **options):
+        logits, bias = super().forward(*arguments, **options)
+        return torch.tanh(logits), bias
+
+
+class Scaled(VocabParallelEmbedding):
+    def forward(self, tokens):
+        return 5 * super().forward(tokens)
+
+
+class WithAnotherLoss(GPTModel):
+    def compute_language_model_loss(self, labels, logits):
+        return super().compute_language_model_loss(labels, logits) + logits.logsumexp(-1).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: setattr(model.output_layer, "__class__", Capped), "ColumnParallelLinear .Capped. has a forward"),
+        (lambda model: setattr(model.embedding.word_embeddings, "__class__", Scaled), ".Scaled. has a forward of its"),
+        (lambda model: setattr(model, "__class__", WithAnotherLoss), "a compute_language_model_loss of its own"),
+        (lambda model: model.output_layer.register_forward_hook(print), "ColumnParallelLinear has hooks"),
+        (lambda model: model.embedding.word_embeddings.weight.register_hook(print), "VocabParallelEmbedding has hooks"),
+        (lambda model: setattr(model.output_layer, "bias", torch.nn.Parameter(torch.zeros(128))), "has a bias"),
+        (lambda model: model.output_layer.weight.requires_grad_(False), "is frozen"),
+    ],
+)
+def test_shards_do_not_replace_a_users_own_embedding_output_layer_and_loss(change, reason):
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(make_config(), spec, 128, 16, share_embeddings_and_output_weights=False)
+    assert why_not_replaced(model, model) is None
+    change(model)
+    assert re.search(reason, why_not_replaced(model, model))

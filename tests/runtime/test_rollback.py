@@ -224,3 +224,25 @@ def test_only_adamw_has_an_inverse():
             make_rollback("inverse", [optimizer])
     with pytest.raises(ValueError, match="keeps no copy"):
         make_rollback("inverse", [make("AdamW")], on_host=True)
+
+
+class Replacing(torch.optim.SGD):
+    """An optimizer whose step puts another tensor in place of a parameter's data."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+def test_a_step_that_replaces_the_data_of_parameters_is_undone():
+    buffer = torch.arange(6.0)
+    parameter = torch.nn.Parameter(buffer.view(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    optimizer = Replacing([parameter], lr=1.0)
+    snapshot = Snapshot([optimizer])
+    snapshot.before_step()
+    optimizer.step()
+    snapshot.undo()
+    assert torch.equal(parameter, torch.arange(6.0).view(2, 3))
+    assert parameter.data_ptr() == buffer.data_ptr(), "the parameter is again a view of the buffer"

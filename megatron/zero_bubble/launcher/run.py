@@ -112,6 +112,7 @@ class Run:
                 build_layout(self._script, call, self.session.job, self.stages)
         if checkpoint is not None:
             checkpoint.check_stages(self.session.job.placement, self.session.job.partition)
+        call["model_provider_func"] = self.stages.placed_provider(call["model_provider_func"])
         return call.proceed()
 
     def _keep_layout(self) -> None:

@@ -28,6 +28,7 @@ from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_setti
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import refuse_with_schedule, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
+from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers, to_layout
@@ -133,7 +134,7 @@ def settle_layout(
     if (reason := _reason_to_keep(script, checkpoint)) is None:
         try:
             costs = units.measure(setup, session)
-        except SessionError as error:
+        except (SessionError, UnmeasuredError) as error:
             reason = str(error)
     if reason is not None:
         keep_megatrons_layout(script, session, reason)
@@ -143,7 +144,7 @@ def settle_layout(
         raise SessionError(f"{asking}: the script's {one_chunk} has no parameter vp_stage, which several chunks need")
     has_chunks = one_chunk is None and one_chunk_flag(script) is None
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
-    spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
+    spreads = not (units.shapes_vary or units.keeps_vocabulary) and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:
         restrictions["zero_bubble_vocabulary_parallel"] = "off"
     session.choose_layout(costs, script.padded_vocab_size, **restrictions)

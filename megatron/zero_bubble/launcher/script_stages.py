@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -81,6 +82,25 @@ class ScriptStages:
             call["pre_process"], call["post_process"] = stage == 0, stage == self._placement.num_stages - 1
             rank = parallel_state.get_pipeline_model_parallel_rank()
             call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
+
+    def placed_provider(self, provider: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """In a V placement, wrap the script's `model_provider`, so that it learns whether a chunk is an end of the V.
+
+        Megatron-LM passes `pre_process` and `post_process` of its own placement, and a script may add a head where
+        `post_process` is set.
+        """
+        if provider is None or not self.is_v:
+            return provider
+
+        @wraps(provider)
+        def placed_model_provider(*arguments: Any, **options: Any) -> Any:
+            if (chunk := options.get("vp_stage")) is not None:
+                stage = self._stage_of(chunk)
+                ends = {"pre_process": stage == 0, "post_process": stage == self._placement.num_stages - 1}
+                options.update({name: value for name, value in ends.items() if name in options})
+            return provider(*arguments, **options)
+
+        return placed_model_provider
 
     def finish(self, built: Sequence[Any]) -> None:
         """Copy the weights that the first and the last stage of a V placement share, once all chunks are built."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp
 from megatron.zero_bubble.launcher.hooks import Call
@@ -27,6 +27,7 @@ from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
+from megatron.zero_bubble.mcore.vocabulary_model import why_not_replaced
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
@@ -70,6 +71,8 @@ class ScriptUnits:
         """Whether the script builds a unit, whose costs are measured, instead of the script's own model."""
         self.shapes_vary = False
         """Whether `variable_seq_lengths` is set in the model's configuration; known after `measure`."""
+        self.keeps_vocabulary = False
+        """Whether shards cannot replace the model's own embedding, output layer and loss; known after `measure`."""
 
     def measure(self, setup: Call, session: Session) -> ModelCosts:
         """Measure the costs of all units of the model that `setup` would build; a collective call of all ranks.
@@ -109,6 +112,9 @@ class ScriptUnits:
             raise SessionError(
                 "costs can be measured only for a model in DDP, but the script builds a model without DDP"
             )
+        built = unwrap_model(model)
+        replaced = why_not_replaced(built if unit.embeds else None, built if unit.is_last else None)
+        self.keeps_vocabulary |= replaced is not None
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
         return model
@@ -200,7 +206,8 @@ def _distinct(layers: list[Any]) -> list[Any]:
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(data)
-    further = {"loss_mask": batch["loss_mask"]} if get_attr_wrapped_model(model, "mtp_process") else {}
+    predicts_further = getattr(unwrap_model(model), "mtp_process", False)
+    further = {"loss_mask": batch["loss_mask"]} if predicts_further else {}
     output = model(
         batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], **further
     )

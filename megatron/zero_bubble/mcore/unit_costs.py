@@ -27,6 +27,7 @@ from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.pair_times import duration_ratio
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
@@ -159,6 +160,32 @@ def as_one_rank() -> Iterator[None]:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
 
 
+class UnmeasuredError(ValueError):
+    """Raised on all ranks if a unit of the model cannot be built, or cannot be run with tokens and labels, on a rank.
+
+    Users may have models that need other inputs, or that cannot have a single layer.
+    """
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise `UnmeasuredError` on all ranks if the `with` block fails on a rank, except by a `ValueError`; collective.
+
+    A `ValueError` has the same cause on every rank, and every rank raises it.
+    """
+    cause = None
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        cause = error
+    problem = None if cause is None else f"{type(cause).__name__}: {one_line(cause)}"
+    for reason in from_all_ranks(problem):
+        if reason is not None:
+            raise UnmeasuredError(f"the costs of the model cannot be measured: {reason}") from cause
+
+
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
     """Measure all units of the model. This is a collective call: all ranks run each unit the same number of times.
 
@@ -167,18 +194,20 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
     """
     end = time.perf_counter() + seconds
     with ExitStack() as opened:
-        unit_runs = [
-            opened.enter_context(closing(UnitRun(models, units, index, pairs=pairs))) for index in range(len(units))
-        ]
-        for _ in range(_GAP_PASSES):
-            for unit_run in unit_runs:
-                unit_run.run_for_gaps()
+        unit_runs: list[UnitRun] = []
         caches = ColdCaches(torch.device(torch.cuda.current_device()))
-        start = time.perf_counter()
-        for unit_run in unit_runs:
-            unit_run.run_measured(caches, with_memory=True)
-            unit_run.run_backwards(caches)
-        now = time.perf_counter()
+        start = now = end
+        with failing_together():
+            for index in range(len(units)):
+                unit_runs.append(opened.enter_context(closing(UnitRun(models, units, index, pairs=pairs))))
+            for _ in range(_GAP_PASSES):
+                for unit_run in unit_runs:
+                    unit_run.run_for_gaps()
+            start = time.perf_counter()
+            for unit_run in unit_runs:
+                unit_run.run_measured(caches, with_memory=True)
+                unit_run.run_backwards(caches)
+            now = time.perf_counter()
         passes = math.floor(min(from_all_ranks((end - now) / (now - start))))
         for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
             for unit_run in unit_runs:

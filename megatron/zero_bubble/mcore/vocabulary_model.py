@@ -20,15 +20,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
+from torch.nn.utils.parametrize import is_parametrized
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.refusals import refuse_with_features
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
+from megatron.zero_bubble.mcore.weight_grad import has_hooks
 from megatron.zero_bubble.runtime.joint import attempt, from_all_ranks, raise_first
 from megatron.zero_bubble.schedule import Placement
 
@@ -148,6 +151,8 @@ class HiddenOutputWithState(HiddenOutput):
         """Do nothing: the extra state is empty."""
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Names of a module's attributes that contain hooks."""
 Replacement = TypeVar("Replacement", SummedEmbedding, HiddenOutput)
 
 
@@ -229,14 +234,41 @@ def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, 
     if placement.num_ranks < 2:
         raise ValueError(f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size")
     refuse_with_features(config, [Feature.VOCABULARY_SHARDS])
-    whole = [first and first.embedding.word_embeddings, last and last.output_layer]
-    if any(not weight.requires_grad for layer in whole if layer is not None for weight in layer.parameters()):
-        raise ValueError(f"{flag} trains embedding and output layer: frozen weights are not supported")
-    if last is not None and not isinstance(last.output_layer, tensor_parallel.ColumnParallelLinear):
-        raise ValueError(f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}")
+    if (reason := why_not_replaced(first, last)) is not None:
+        raise ValueError(f"{flag} replaces embedding, output layer and loss, but {reason}: give {flag} off")
     if first is not None:
         tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
         check_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
+
+
+def why_not_replaced(first: Any, last: Any) -> str | None:
+    """The reason why shards cannot take the place of a model's own embedding, output layer and loss.
+
+    Args:
+        first: the model whose embedding shards would replace; None without such a model on this rank.
+        last: the model whose output layer and loss shards would replace; None without such a model on this rank.
+
+    Returns:
+        The reason as a clause; None if shards compute the same as the models.
+    """
+    layers = [] if first is None else [(first.embedding.word_embeddings, tensor_parallel.VocabParallelEmbedding)]
+    layers += [] if last is None else [(last.output_layer, tensor_parallel.ColumnParallelLinear)]
+    for layer, kind in layers:
+        usual, name = kind.__name__, type(layer).__name__
+        if not isinstance(layer, kind):
+            return f"the model has a {name} in place of a {usual}"
+        if type(layer).forward is not kind.forward or "forward" in vars(layer):
+            return f"the model's {usual} ({name}) has a forward of its own"
+        if any(getattr(layer, hooks) for hooks in _HOOKS) or any(map(has_hooks, layer.parameters())):
+            return f"the model's {usual} has hooks"
+        if getattr(layer, "bias", None) is not None or is_parametrized(layer):
+            return f"the model's {usual} has a bias or a parametrized weight"
+        if not all(weight.requires_grad for weight in layer.parameters()):
+            return f"the model's {usual} is frozen"
+    loss = "compute_language_model_loss"
+    if last is not None and (loss in vars(last) or getattr(type(last), loss) is not getattr(LanguageModule, loss)):
+        return f"the model ({type(last).__name__}) has a {loss} of its own"
+    return None
 
 
 def _describe(weight: torch.Tensor) -> _Weight:

@@ -77,7 +77,8 @@ class Snapshot:
         self._on_host = on_host and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._buffers: dict[Hashable, torch.Tensor] = {}
-        self._parameters: list[_Tensor] = []
+        self._parameters: list[tuple[torch.Tensor, _Tensor]] = []
+        """Pairs of a parameter and its data."""
         self._states: list[dict[Hashable, _Values]] = []
         """For each optimizer, a dictionary: key of the optimizer's state -> the copied values of this state."""
         self._settings: list[list[_Values]] = []
@@ -108,7 +109,7 @@ class Snapshot:
         self._parameters, self._states = [], []
         for o, optimizer in enumerate(self._optimizers):
             for group in optimizer.param_groups:
-                self._parameters += [self._copy((o, parameter), parameter.data) for parameter in group["params"]]
+                self._parameters += [(each, self._copy((o, each), each.data)) for each in group["params"]]
             self._states.append({key: self._copies((o, key), state) for key, state in optimizer.state.items()})
 
     def _copies(self, place: Hashable, values: Mapping[str, Any], leave_out: Collection[str] = ()) -> _Values:
@@ -126,8 +127,10 @@ class Snapshot:
 
     @torch.no_grad()
     def undo(self) -> None:
-        for parameter in self._parameters:
-            parameter.restore()
+        for parameter, data in self._parameters:
+            if parameter.data_ptr() != data.tensor.data_ptr():
+                parameter.data = data.tensor  # the step has replaced the data
+            data.restore()
         for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
             for key in [key for key in optimizer.state if key not in states]:
                 del optimizer.state[key]  # the undone step created this state
