@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 Numbers = list[str]
 """Exact values, as hexadecimal digits."""
@@ -27,13 +30,17 @@ def begin(num_chunks: int) -> None:
 def configuration(**more: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
 
+    usual = {
+        "num_layers": 4,
+        "pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+    }
     return TransformerConfig(
-        num_layers=4,
         hidden_size=HIDDEN,
         batch_p2p_comm=False,  # gloo mixes up the messages of two chunks in a batch
         num_attention_heads=2,
-        pipeline_model_parallel_size=2,
-        **{"pipeline_dtype": torch.float32, "use_cpu_initialization": True, **more},
+        **{**usual, **more},
     )
 
 
@@ -53,6 +60,16 @@ def chunk_of(config: Any, chunk: int | None) -> Any:
         vp_stage=chunk,
         share_embeddings_and_output_weights=chunk is None,
     )
+
+
+def build_others() -> list[Any]:
+    """Build two models that are not trained: one that is dropped, and a teacher of one stage on the last rank."""
+    dropped = weakref.ref(chunk_of(configuration(), None))
+    gc.collect()
+    assert dropped() is None, "a model that the loop has dropped stays in memory"
+    if dist.get_rank() == 0:
+        return []
+    return [chunk_of(configuration(pipeline_model_parallel_size=1, num_layers=1), None).eval()]
 
 
 def hybrid_chunk(config: Any, chunk: int | None) -> Any:

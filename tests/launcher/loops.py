@@ -24,6 +24,7 @@ from tests.launcher.loop_parts import (
     VOCABULARY,
     Numbers,
     begin,
+    build_others,
     chunk_of,
     configuration,
     digest_of,
@@ -45,7 +46,9 @@ def simple_loop(num_steps: int = 3, make: Callable[[Any, int | None], Any] | Non
 
     begin(1)
     config = configuration()
+    teachers = build_others()
     model = in_ddp(config, [(make or chunk_of)(config, None)])
+    assert not any(teacher.training for teacher in teachers)
     optimizer = torch.optim.Adam(model[0].parameters(), lr=1e-2)
     forward_backward = get_forward_backward_func()
     numbers = []
@@ -79,9 +82,12 @@ def bridge_loop(num_steps: int = 3) -> Numbers:
     from megatron.core.transformer.module import Float16Module
 
     begin(2)
-    config = configuration(virtual_pipeline_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
+    options = {"virtual_pipeline_model_parallel_size": 2, "bf16": True, "params_dtype": torch.bfloat16}
+    config = configuration(**options)
     config.pipeline_dtype = torch.bfloat16
-    chunks = [chunk_of(config, chunk) for chunk in range(2)]
+    # The chunks of another model are built in turn with the chunks of this model.
+    both = [(chunk_of(config, chunk), chunk_of(configuration(**options), chunk)) for chunk in range(2)]
+    chunks = [chunk for chunk, _ in both]
     for hook in (freeze_norms,):
         chunks = hook(chunks)
     model = in_ddp(config, [Float16Module(config, chunk) for chunk in chunks], overlap_grad_reduce=True)

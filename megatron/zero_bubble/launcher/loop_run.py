@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,10 +40,17 @@ class _Model:
 
     session: Session
     flags: JobFlags
+    config: TransformerConfig
     vocab_size: int
-    built: list[torch.nn.Module] = field(default_factory=list)
+    references: list[weakref.ref[torch.nn.Module]] = field(default_factory=list)
+    """Weak references to the model's chunks on this rank, because a loop may drop a model that it only evaluates."""
     chunks: list[torch.nn.Module] = field(default_factory=list)
     """The model's chunks on this rank, wrapped in DDP."""
+
+    @property
+    def built(self) -> list[torch.nn.Module]:
+        """The model's chunks on this rank that still exist."""
+        return [chunk for reference in self.references if (chunk := reference()) is not None]
 
     def shard(self) -> None:
         """Shard the vocabulary over the pipeline ranks if the layout has vocabulary shards; later calls do nothing."""
@@ -73,16 +81,25 @@ class LoopRun:
     def build_chunk(self, call: Call) -> None:
         """Check and adapt the configuration that a model's constructor gets, and build the model chunk.
 
+        A model with another number of pipeline ranks than the process groups have, such as a teacher that one rank
+        evaluates, is not a model of the pipeline, and is only built.
+
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
         """
-        if not call.get("vp_stage"):
+        config, chunk = call["config"], call.get("vp_stage") or 0
+        if config.pipeline_model_parallel_size != parallel_state.get_pipeline_model_parallel_world_size():
+            call.proceed()
+            return
+        if chunk == 0:
             self._models.append(self._begin_model(call))
-        model = self._models[-1]
+        # A loop may build the chunks of several models in turn.
+        begun = (model for model in self._models if model.config is config and len(model.references) == chunk)
+        model = next(begun, self._models[-1])
         with users_mistakes():
-            model.session.configure(call["config"], type(call["self"]))
+            model.session.configure(config, type(call["self"]))
         call.proceed()
-        model.built.append(call["self"])
+        model.references.append(weakref.ref(call["self"]))
 
     def _begin_model(self, call: Call) -> _Model:
         """Make the `_Model` for a model whose first chunk is constructed by `call`."""
@@ -106,7 +123,7 @@ class LoopRun:
                 f"{schedule_asked(flags)}: the schedule has {placement.num_chunks} model chunks a rank, but the "
                 f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
             )
-        return _Model(session, flags, call.get("vocab_size") or 0)
+        return _Model(session, flags, call["config"], call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """When DDP's constructor is called, split the backward of the chunk's linear layers into B and W."""
