@@ -14,7 +14,9 @@ from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 
 def check(output: Any, *, shapes_vary: bool = False) -> None:
     config = SimpleNamespace(pipeline_dtype=torch.float32)
-    stage: Any = SimpleNamespace(shapes_vary=shapes_vary, call=SimpleNamespace(output_shape=(2, 1, 4)), _config=config)
+    stage: Any = SimpleNamespace(
+        shapes_vary=shapes_vary, call=SimpleNamespace(output_shape=(2, 1, 4)), _config=config, finalizes=True
+    )
     MegatronStage._check_message(stage, 3, output)
 
 

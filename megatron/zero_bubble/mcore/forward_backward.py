@@ -159,7 +159,8 @@ class MegatronStage:
                 f"{self.call.output_shape}, as the model's configuration says: config.variable_seq_lengths = True "
                 "allows messages of any shape"
             )
-        if output.dtype != self._config.pipeline_dtype:
+        # A stage that is measured alone does not reduce gradients, and sends its output to no other stage.
+        if self.finalizes and output.dtype != self._config.pipeline_dtype:
             raise ForwardStepError(
                 f"stage {stage} sends a tensor of {output.dtype}, but messages have the type config.pipeline_dtype, "
                 f"{self._config.pipeline_dtype}"

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
@@ -266,7 +265,7 @@ def why_not_replaced(first: Any, last: Any) -> str | None:
         if not all(weight.requires_grad for weight in layer.parameters()):
             return f"the model's {usual} is frozen"
     loss = "compute_language_model_loss"
-    if last is not None and (loss in vars(last) or getattr(type(last), loss) is not getattr(LanguageModule, loss)):
+    if last is not None and (loss in vars(last) or getattr(type(last), loss) is not getattr(GPTModel, loss)):
         return f"the model ({type(last).__name__}) has a {loss} of its own"
     return None
 
