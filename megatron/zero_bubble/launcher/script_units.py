@@ -112,9 +112,10 @@ class ScriptUnits:
             raise SessionError(
                 "costs can be measured only for a model in DDP, but the script builds a model without DDP"
             )
-        built = unwrap_model(model)
-        replaced = why_not_replaced(built if unit.embeds else None, built if unit.is_last else None)
-        self.keeps_vocabulary |= replaced is not None
+        for built in model.modules():  # A script may wrap the model in a module of its own.
+            if isinstance(built, DECODER_MODELS):
+                reason = why_not_replaced(built if unit.embeds else None, built if unit.is_last else None)
+                self.keeps_vocabulary |= reason is not None
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
         return model
