@@ -150,7 +150,7 @@ class MegatronStage:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
-        """Raise `ForwardStepError` if a stage's output is not one tensor of the shape that the next stage expects."""
+        """Raise `ForwardStepError` if an output is not one tensor of the shape and type that the next stage expects."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
         if not self.shapes_vary and tuple(output.shape) != self.call.output_shape:
@@ -161,10 +161,8 @@ class MegatronStage:
             )
         # A stage that is measured alone does not reduce gradients, and sends its output to no other stage.
         if self.finalizes and output.dtype != self._config.pipeline_dtype:
-            raise ForwardStepError(
-                f"stage {stage} sends a tensor of {output.dtype}, but messages have the type config.pipeline_dtype, "
-                f"{self._config.pipeline_dtype}"
-            )
+            problem = f"stage {stage} sends a tensor of {output.dtype}, but messages have the type"
+            raise ForwardStepError(f"{problem} config.pipeline_dtype, {self._config.pipeline_dtype}")
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
         """Return the forward step of a microbatch on one of this rank's chunks.

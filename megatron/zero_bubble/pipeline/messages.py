@@ -207,8 +207,8 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     Raises:
         ValueError: no channel can carry the tensor.
     """
-    is_padded_later = tensor.is_nested and tensor.layout is torch.strided
-    for kind, applies in (("nested", is_padded_later), ("quantized", tensor.is_quantized), ("meta", tensor.is_meta)):
+    is_strided_nested = tensor.is_nested and tensor.layout is torch.strided
+    for kind, applies in (("nested", is_strided_nested), ("quantized", tensor.is_quantized), ("meta", tensor.is_meta)):
         if applies:
             raise ValueError(f"a {kind} tensor cannot pass between stages: return a dense tensor")
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
