@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from split_layers import one_rank
 
-from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError, count_states, failing_together
+from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError, count_states, measure_model
 
 
 def test_an_error_restores_ranks_and_random_states() -> None:
@@ -30,12 +31,18 @@ def test_an_error_restores_ranks_and_random_states() -> None:
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK is None
 
 
-def test_an_error_of_the_users_model_is_one_line_on_all_ranks() -> None:
-    with one_rank():
-        reason = r"^the costs of the model cannot be measured: IndexError: there is no layer$"
-        with pytest.raises(UnmeasuredError, match=reason), failing_together():
-            raise IndexError("there is\n  no layer")
-        with pytest.raises(ValueError, match=r"^as it is$"), failing_together():
-            raise ValueError("as it is")
-        with failing_together():
-            pass
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (
+            IndexError("there is\n  no layer"),
+            UnmeasuredError,
+            "the costs of the model cannot be measured: IndexError: there is no layer",
+        ),
+        (ValueError("as it is"), ValueError, "as it is"),
+    ],
+)
+def test_an_error_of_the_users_model_is_one_line(error: Exception, raised: type[Exception], message: str) -> None:
+    models = mock.Mock(build=mock.Mock(side_effect=error))
+    with one_rank(), pytest.raises(raised, match=f"^{message}$"):
+        measure_model(models, [0], mock.Mock(), timedelta(seconds=1), 0.0)

@@ -41,9 +41,12 @@ class Odd(torch.optim.Optimizer):
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.0, "last_norm": None, "seen": torch.zeros(1)})
+        self.count, self.scale = 0, torch.ones(1)
 
     @torch.no_grad()
     def step(self):
+        self.count += 1
+        self.scale.mul_(0.9)
         for group in self.param_groups:
             group["last_norm"] = sum(float(p.grad.norm()) for p in group["params"])
             group["seen"] += 1
@@ -56,7 +59,7 @@ class Odd(torch.optim.Optimizer):
                 state["average"] = 0.9 * state.get("average", 0.0) + p.grad
                 if state.pop("to_be_dropped", None) is None:
                     state["to_be_dropped"] = p.grad.clone()
-                p.add_(state["average"], alpha=-group["lr"])
+                p.add_(state["average"], alpha=-group["lr"] * float(self.scale) / self.count)
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -89,8 +92,8 @@ def set_gradients(optimizer: torch.optim.Optimizer, seed: int, scale: float = 1.
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list:
-    """Everything that the next step depends on: settings of groups, parameters, their states or None."""
-    found = []
+    """Everything that the next step depends on: own numbers, settings of groups, parameters, their states or None."""
+    found = [copy.deepcopy({name: getattr(optimizer, name, None) for name in ("count", "scale")})]
     for group in optimizer.param_groups:
         found.append(copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
         for p in group["params"]:
@@ -118,7 +121,7 @@ def test_a_snapshot_restores_every_bit(kind, steps_before):
     set_gradients(optimizer, 99)
     rollback.before_step()
     optimizer.step()
-    assert not torch.equal(before[1], state_of(optimizer)[1])
+    assert not torch.equal(before[2], state_of(optimizer)[2])
     gradients = [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
     rollback.undo()
     assert_same(state_of(optimizer), before)

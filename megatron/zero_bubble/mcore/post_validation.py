@@ -24,12 +24,17 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.mcore.optimizer import Norm, copy_to_model, norm_groups, norm_of_all, parts, squared_norm
+from megatron.zero_bubble.mcore.optimizer import (
+    Norm,
+    copy_to_model,
+    norm_groups,
+    norm_of_all,
+    parts,
+    squared_norm,
+    torch_optimizers,
+)
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Rollback, settings_of, with_settings
-
-_SCHEDULED = ("lr", "weight_decay")
-"""The settings that a scheduler changes from step to step in every parameter group."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class _Pending:
     scales: list[dict[str, Any]]
     """The loss scales before the optimizer step."""
     settings: list[dict[str, Any]]
-    """Learning rate and weight decay of every parameter group at the optimizer step."""
+    """Settings of the parameter groups after the optimizer step; a scheduler may change them later."""
 
 
 class PostValidation:
@@ -120,19 +125,14 @@ class PostValidation:
         for both, (_, optimizer) in zip(found, flags, strict=True):
             group = optimizer.get_grad_stats_parallel_group()
             reductions.append(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True))
-        self._pending = _Pending(
-            has_stepped,
-            waits,
-            [norm for norm, _ in norms],
-            found,
-            reductions,
-            [scaler.state_dict() for scaler in self._scalers()],
-            settings_of(self._optimizer.param_groups, _SCHEDULED),
-        )
+        scales = [scaler.state_dict() for scaler in self._scalers()]
         if has_stepped:
             self._rollback.before_step()
             self._confirm_scales()
-            self._optimizer.step_with_ready_grads()
+            self._step_and_keep_gradients()
+        settings = settings_of(self._optimizer.param_groups)
+        squared_norms = [norm for norm, _ in norms]
+        self._pending = _Pending(has_stepped, waits, squared_norms, found, reductions, scales, settings)
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
@@ -187,6 +187,18 @@ class PostValidation:
             self._step_again()
         # A norm that is not finite may clip nothing, but a rank with such a norm has not stepped before its forwards.
         return norm is not None and not math.isfinite(norm)
+
+    def _step_and_keep_gradients(self) -> None:
+        """Take the optimizer's step; raise `ValueError` if it changes gradients, which repeating the step needs."""
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        versions = [gradient._version for gradient in gradients]
+        self._optimizer.step_with_ready_grads()
+        if versions != [gradient._version for gradient in gradients]:
+            names = {type(optimizer).__name__ for optimizer in torch_optimizers(self._optimizer)}
+            raise ValueError(
+                f"{', '.join(sorted(names))}.step() changes gradients in place, but post-validation may "
+                "have to repeat the step: choose an optimizer that leaves gradients unchanged"
+            )
 
     def _scales_forwards(self, pending: _Pending) -> bool:
         """Tell whether auxiliary losses, which use the loss scale in the forward, have used an outdated loss scale."""

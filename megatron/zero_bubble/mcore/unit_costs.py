@@ -25,7 +25,7 @@ from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.mcore.unit_run import MeasuredUnit, UnitRun
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
-from megatron.zero_bubble.runtime.joint import from_all_ranks
+from megatron.zero_bubble.runtime.joint import from_all_ranks, jointly
 from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -168,22 +168,15 @@ class UnmeasuredError(ValueError):
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """Raise `UnmeasuredError` on all ranks if the `with` block fails on a rank, except by a `ValueError`; collective.
-
-    A `ValueError` has the same cause on every rank, and every rank raises it.
-    """
-    cause = None
+def _failing_as_unmeasured() -> Iterator[None]:
+    """Replace an error in the `with` block, except a `ValueError`, by an `UnmeasuredError`."""
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
-        cause = error
-    problem = None if cause is None else f"{type(cause).__name__}: {one_line(cause)}"
-    for reason in from_all_ranks(problem):
-        if reason is not None:
-            raise UnmeasuredError(f"the costs of the model cannot be measured: {reason}") from cause
+        problem = f"{type(error).__name__}: {one_line(error)}"
+        raise UnmeasuredError(f"the costs of the model cannot be measured: {problem}") from error
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
@@ -196,8 +189,10 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
     with ExitStack() as opened:
         unit_runs: list[UnitRun] = []
         caches = ColdCaches(torch.device(torch.cuda.current_device()))
-        start = now = end
-        with failing_together():
+
+        @_failing_as_unmeasured()
+        def first_pass() -> float:
+            """Build and run all units; return the seconds that a pass over them takes."""
             for index in range(len(units)):
                 unit_runs.append(opened.enter_context(closing(UnitRun(models, units, index, pairs=pairs))))
             for _ in range(_GAP_PASSES):
@@ -207,8 +202,10 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
             for unit_run in unit_runs:
                 unit_run.run_measured(caches, with_memory=True)
                 unit_run.run_backwards(caches)
-            now = time.perf_counter()
-        passes = math.floor(min(from_all_ranks((end - now) / (now - start))))
+            return time.perf_counter() - start
+
+        seconds_of_pass = jointly(first_pass)
+        passes = math.floor(min(from_all_ranks((end - time.perf_counter()) / seconds_of_pass)))
         for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
             for unit_run in unit_runs:
                 unit_run.run_measured(caches)

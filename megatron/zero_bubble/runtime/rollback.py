@@ -64,12 +64,13 @@ _Values = dict[str, Any]
 
 
 class Snapshot:
-    """Undoes a step by restoring copies of the parameters, the optimizer states and the parameter groups' settings.
+    """Undoes a step by restoring copies of parameters, optimizer states, and settings of the parameter groups.
 
-    A `Snapshot` copies all optimizer states, such as moments and step counts. Before the first optimizer step, there
-    are no optimizer states to copy. The copies take as much memory as the parameters and the optimizer states: with
-    Adam, 12 bytes for each parameter that this rank's optimizers update. The memory for the copies is allocated once.
-    On a GPU, a separate stream copies the values while the GPU computes the gradients for the next optimizer step.
+    A `Snapshot` copies all optimizer states, such as moments and step counts, and the numbers, strings and tensors that
+    are attributes of an optimizer itself. Before the first optimizer step, there are no optimizer states to copy. The
+    copies take as much memory as the parameters and the optimizer states: with Adam, 12 bytes for each parameter that
+    this rank's optimizers update. The memory for the copies is allocated once. On a GPU, a separate stream copies the
+    values while the GPU computes the gradients for the next optimizer step.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -83,6 +84,8 @@ class Snapshot:
         """For each optimizer, a dictionary: key of the optimizer's state -> the copied values of this state."""
         self._settings: list[list[_Values]] = []
         """For each optimizer, the settings of its parameter groups at the call of `before_step`."""
+        self._attributes: list[_Values] = []
+        """For each optimizer, its own attributes at the call of `before_step`, such as a count of steps."""
         self._is_prepared = False
 
     def prepare(self) -> None:
@@ -103,6 +106,7 @@ class Snapshot:
             [self._copies((o, g), group, leave_out=("params",)) for g, group in enumerate(optimizer.param_groups)]
             for o, optimizer in enumerate(self._optimizers)
         ]
+        self._attributes = [self._copies(o, _attributes(optimizer)) for o, optimizer in enumerate(self._optimizers)]
 
     @torch.no_grad()
     def _copy_states(self) -> None:
@@ -131,6 +135,8 @@ class Snapshot:
             if parameter.data_ptr() != data.tensor.data_ptr():
                 parameter.data = data.tensor  # the step has replaced the data
             data.restore()
+        for optimizer, attributes in zip(self._optimizers, self._attributes, strict=True):
+            vars(optimizer).update({name: _restored(value) for name, value in attributes.items()})
         for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
             for key in [key for key in optimizer.state if key not in states]:
                 del optimizer.state[key]  # the undone step created this state
@@ -144,7 +150,17 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
     for name in now.keys() - before.keys():
         del now[name]
     for name, value in before.items():
-        now[name] = value.restore() if isinstance(value, _Tensor) else value
+        now[name] = _restored(value)
+
+
+def _restored(value: Any) -> Any:
+    return value.restore() if isinstance(value, _Tensor) else value
+
+
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizer's own numbers, strings and tensors, which its step may change."""
+    kinds = (bool, int, float, complex, str, torch.Tensor, type(None))
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, kinds)}
 
 
 class Inverse(Rollback):
@@ -199,15 +215,9 @@ def _invert(parameter: torch.nn.Parameter, state: dict[str, Any], group: dict[st
     exp_avg_sq.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2).clamp_(min=0)
 
 
-def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Return for each parameter group the settings whose names are in `names`, or all settings if `names` is None.
-
-    Settings that are tensors are copied, because a learning-rate scheduler may change the tensors in place.
-    """
-    return [
-        {name: _clone_of_tensor(group[name]) for name in names or group.keys() - {"params"} if name in group}
-        for group in groups
-    ]
+def settings_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, with copies of tensors, which a scheduler may change in place."""
+    return [{name: _clone_of_tensor(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def _clone_of_tensor(value: Any) -> Any:
