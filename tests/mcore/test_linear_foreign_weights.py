@@ -64,6 +64,13 @@ class Shared(Layers):
         return self.row(torch.tanh(self.second(x)[0]))[0]
 
 
+class UsedElsewhere(Layers):
+    """Another operation uses the weight of the column-parallel layer, as a penalty on its size does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.column.weight.square().mean() * x.mean()
+
+
 def with_spectral_norm(dtype: torch.dtype = torch.float32) -> Layers:
     torch.manual_seed(4)
     layers = Layers(dtype)
@@ -117,7 +124,7 @@ def run_b(
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [Scaled, OfAnotherWeight, Shared, with_spectral_norm, with_mask])
+@pytest.mark.parametrize("make", [Scaled, OfAnotherWeight, Shared, UsedElsewhere, with_spectral_norm, with_mask])
 def test_ddp_gets_the_gradients_of_the_fused_backward(make, dtype, overlap):
     assert_equal(
         in_ddp(make, dtype, overlap=overlap, is_split=True), in_ddp(make, dtype, overlap=overlap, is_split=False)

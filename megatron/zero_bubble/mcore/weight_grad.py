@@ -79,8 +79,13 @@ class SplitWeight:
         self._reduce(weight)
 
     def _reduce(self, weight: torch.Tensor) -> None:
-        # Autograd also calls this function after a B, when there is no gradient.
-        if self._hook is not None and weight.grad is not None:
+        # Autograd also calls this function after a B. There is a gradient then if other operations use the weight, too.
+        if self._hook is None or weight.grad is None:
+            return
+        if (sum_of_w := self.sums.of_running_b()) is not None:
+            sum_of_w.begin_with(weight.grad)
+            weight.grad = None
+        else:
             self._hook()
 
 
@@ -94,6 +99,11 @@ class MicrobatchSum:
     def __init__(self) -> None:
         self.num_missing = 0
         self._total: torch.Tensor | None = None
+
+    def begin_with(self, grad: torch.Tensor) -> None:
+        """Begin with the gradient from other uses of the weight, which B computes; call it before any W."""
+        assert self._total is None, "called before the first W"
+        self._total = grad
 
     def add(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """Add a term of the weight gradient; return the sum if this term is the last one, otherwise None.
@@ -122,6 +132,10 @@ class MicrobatchSums:
             self._of_microbatch, self._current = self._store.num_flushed, MicrobatchSum()
         self._current.num_missing += 1
         return self._current
+
+    def of_running_b(self) -> MicrobatchSum | None:
+        """Return the sum to which the running B has contributed deferred terms; None if there is no such sum."""
+        return self._current if self._of_microbatch == self._store.num_flushed else None
 
 
 @dataclass(eq=False)
