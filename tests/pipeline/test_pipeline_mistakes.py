@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import errors_on_ranks, pipeline_of
+from rank_threads import errors_on_ranks, pipeline_of, pipelines
 from refused_pipelines import X, Y, assert_message, linears
 from torch import nn
 
@@ -249,3 +251,14 @@ def test_training_in_inference_mode_is_refused():
 
     message = "torch.inference_mode() allows no gradients: train outside it"
     assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
+def test_a_pipeline_is_not_copied(use):
+    def refused(pipeline):
+        with pytest.raises(TypeError, match=r"^a Pipeline can be neither copied nor pickled") as error:
+            use(pipeline)
+        return str(error.value)
+
+    texts = pipelines(2, linears(2), nn.functional.mse_loss, refused, schedule="zb-h1")
+    assert all("torch.optim.swa_utils.get_ema_multi_avg_fn()" in text for text in texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,13 @@ class PartialModel(nn.Module):
             # As bytes, because gloo does not send all types.
             dist.broadcast(values.view(-1).view(torch.uint8), dist.get_process_group_ranks(replicas)[0], group=replicas)
             memory.copy_(values)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline can be neither copied nor pickled, because it holds connections to other ranks: save and load "
+            "state_dict(), or average the tensors of parameters(), for example with "
+            "torch.optim.swa_utils.get_ema_multi_avg_fn()"
+        )
 
     def forward(self, *inputs: Any) -> Any:
         raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")
