@@ -80,6 +80,18 @@ def test_gradients_of_sure_predictions_keep_their_digits(dtype, bound):
     assert largest_error(weight_gradient, expected_weight) < bound
 
 
+def test_a_label_outside_of_the_vocabulary_has_megatron_cores_loss():
+    """Its term is 0 after the maximum is subtracted."""
+    hidden, weight, labels, _ = example(torch.float64)
+    labels[::4] = -100
+    logits = hidden @ weight.t()
+    logits -= logits.amax(dim=1, keepdim=True)
+    at_label = logits[torch.arange(TOKENS), labels.clamp(min=0)]
+    expected = logits.exp().sum(dim=1).log() - torch.where(labels == -100, 0.0, at_label)
+    loss, *_ = on_shards(hidden, weight, labels, torch.ones(TOKENS, dtype=torch.float64))
+    assert largest_error(loss, expected) < 1e-14
+
+
 def test_logits_of_any_size_are_safe():
     data = example(torch.float32, size=300.0)
     for ours, expected in zip(on_shards(*data), by_torch(*data), strict=True):

@@ -5,10 +5,12 @@ shard computes:
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 
-A shard also computes z_d: the label's logit if the label's row is in the shard, else 0. From m_d, s_d and z_d of all
+A shard also computes z_d: the label's logit if the label's row is in the shard, else -inf. From m_d, s_d and z_d of all
 shards, every rank computes:
 
-    M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
+    M = max m_d,   S = sum s_d exp(m_d - M),   Z = max z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
+
+If no shard has the label (-100, for example), Z is M, as in megatron-core.
 
 Let g = dLoss/dl be the gradient of the training loss with respect to the loss l of each token. Let G_d be 1 at the
 label's row, if the shard has this row, and 0 at all other rows. The gradient of the hidden states X is
@@ -32,6 +34,7 @@ probability, the two terms alpha_d D_d and (alpha_d - 1) G_d are small, so that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +76,8 @@ class ShardSoftmax:
     """The softmax of n tokens on one shard. `difference`, `product` and `label_weights` are None in an evaluation.
 
     Attributes:
-        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`.
+        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d (-inf if another shard has the
+            label), in `statistics_type`.
         rows: [n], the label's row in this shard; arbitrary if another shard has the label.
         is_own: [n], whether the label is in this shard.
         difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights.
@@ -137,7 +141,7 @@ def softmax(
     each = torch.arange(len(labels), device=labels.device)
     logits = (hidden @ weight.t()).to(statistics_type(weight))
     maximum = logits.amax(dim=1)
-    label_logit = logits[each, local] * is_own
+    label_logit = logits[each, local].masked_fill_(~is_own, -math.inf)
     exponentials = logits.sub_(maximum.unsqueeze(1)).exp_()
     total = exponentials.sum(dim=1)
     result = ShardSoftmax(torch.stack([maximum, total, label_logit]), local, is_own)
@@ -163,8 +167,9 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
     maximum = maxima.amax(dim=0)
     shares = totals * (maxima - maximum).exp()
     total = sum_in_order(shares, torch.empty_like(maximum))
-    # As in megatron-core, the subtracted term is the label's logit minus the maximum.
-    loss = total.log() - (sum_in_order(label_logits, torch.empty_like(maximum)) - maximum)
+    # As in megatron-core, the subtracted term is the label's logit minus the maximum, or 0 if no shard has the label.
+    label_logit = label_logits.amax(dim=0)
+    loss = total.log() - (label_logit - maximum).masked_fill_(label_logit.isneginf(), 0.0)
     return loss, shares[shard] / total
 
 
