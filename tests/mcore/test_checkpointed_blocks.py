@@ -195,6 +195,17 @@ def test_a_schedule_recomputes_any_layer_of_a_model_that_recomputes_none():
     assert rank.forwards[OpKind.R] == 2 * 4
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_layers_behind_a_frozen_embedding_have_their_gradients(num_groups: int):
+    """A schedule recomputes them, although no input of the first block needs a gradient."""
+    rank = Rank(arguments(UNTIED))
+    for name, parameter in rank.chunks[0].named_parameters():
+        parameter.requires_grad_("embedding" not in name)
+    kept = rank.step((), None)
+    checkpoint_every_layer(get_model_config(rank.chunks[0]))
+    assert_same(rank.step(range(NUM_MICROBATCHES), RecomputationStore(), num_groups), kept)
+
+
 def test_a_training_loop_of_ones_own_asks_for_it():
     rank = Rank(arguments(*MODELS["every layer"]))
     stage = make_stage(rank.args, LINEAR, 0, rank.chunks, torch.device("cpu"))

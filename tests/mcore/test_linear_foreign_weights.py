@@ -71,6 +71,58 @@ class UsedElsewhere(Layers):
         return super().forward(x) + self.column.weight.square().mean() * x.mean()
 
 
+class Derived(Layers):
+    """A hook of the backward differentiates a forward of its own, as implicit layers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        with torch.enable_grad():
+            point = output.detach().requires_grad_()
+            again = super().forward(point)
+
+        def through_point(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient + torch.autograd.grad(again, point, gradient, retain_graph=True)[0]
+
+        if output.requires_grad:
+            output.register_hook(through_point)
+        return output
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint that asks for the gradients of the parameters, too."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function, ctx.parameters = function, parameters
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        return None, *torch.autograd.grad(output, (x, *ctx.parameters), gradient)
+
+
+class OwnCheckpointed(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return OwnCheckpoint.apply(super().forward, x, *self.parameters())
+
+
+class Adapted(Layers):
+    """The column-parallel layer is called with a sum of its weight and a trained matrix in the place of the weight."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.adapter = torch.nn.Parameter(torch.full_like(self.column.weight, 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted = {"weight": self.column.weight + self.adapter}
+        column, bias = torch.func.functional_call(self.column, adapted, (torch.tanh(x),))
+        return self.row(torch.tanh(column if bias is None else column + bias))[0]
+
+
 def with_spectral_norm(dtype: torch.dtype = torch.float32) -> Layers:
     torch.manual_seed(4)
     layers = Layers(dtype)
@@ -83,6 +135,9 @@ def with_mask(dtype: torch.dtype = torch.float32) -> Layers:
     mask = torch.arange(HIDDEN) % 2
     layers.column.weight.register_hook(lambda gradient: gradient * mask)
     return layers
+
+
+MODELS = [Scaled, OfAnotherWeight, Shared, Derived, OwnCheckpointed, Adapted, with_spectral_norm, with_mask]
 
 
 def in_ddp(
@@ -124,14 +179,14 @@ def run_b(
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [Scaled, OfAnotherWeight, Shared, UsedElsewhere, with_spectral_norm, with_mask])
+@pytest.mark.parametrize("make", [*MODELS, UsedElsewhere])
 def test_ddp_gets_the_gradients_of_the_fused_backward(make, dtype, overlap):
     assert_equal(
         in_ddp(make, dtype, overlap=overlap, is_split=True), in_ddp(make, dtype, overlap=overlap, is_split=False)
     )
 
 
-@pytest.mark.parametrize("make", [Scaled, OfAnotherWeight, Shared, with_spectral_norm, with_mask])
+@pytest.mark.parametrize("make", MODELS)
 def test_the_gradients_are_equal_without_ddp(make):
     store, model = WeightGradStore(), make()
     split_weight_gradients([model], store)

@@ -287,8 +287,21 @@ class Differentiated(Block):
         return output * number + derivative
 
 
+class DifferentiatedInB(Block):
+    """A hook of the backward differentiates another output, as implicit layers do."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        point = output.detach().requires_grad_()
+        again = super().forward(point)
+        output.register_hook(lambda g: g + torch.autograd.grad(again, point, g, retain_graph=True)[0])
+        return output
+
+
 @pytest.mark.parametrize("others", [(), (Block,)])
-@pytest.mark.parametrize("make", [Block, with_adapter, with_hook, Masked, Transformed, Differentiated])
+@pytest.mark.parametrize(
+    "make", [Block, with_adapter, with_hook, Masked, Transformed, Differentiated, DifferentiatedInB]
+)
 def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others):
     """Also if the modules were split before, as when a second pipeline gets the layers of the first one."""
     made = []

@@ -111,7 +111,13 @@ def _run_block(
     """
     with replaced(random, "CheckpointFunction", original):
         if blocks.mode is ForwardMode.DROP:
-            return _DroppedBlock.apply(blocks, run, distribute_saved, *inputs)
+            hidden, *others = inputs
+            if torch.is_grad_enabled() and not any(
+                isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
+            ):
+                # Behind a frozen embedding, too, the block's backward has to run, for the gradients of its parameters.
+                hidden = hidden.detach().requires_grad_()
+            return _DroppedBlock.apply(blocks, run, distribute_saved, hidden, *others)
         with blocks.suspended():
             outputs = run(*inputs)
         blocks.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))

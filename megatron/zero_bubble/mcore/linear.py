@@ -139,7 +139,8 @@ def _forward_impl(
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
     settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
-    if weight is not layer._parameters.get("weight") or not weight.requires_grad:
+    # `torch.func.functional_call` puts computed tensors in the places of parameters.
+    if weight is not layer._parameters.get("weight") or not weight.requires_grad or not weight.is_leaf:
         buffers = {"grad_output_buffer": grad_output_buffer, "wgrad_deferral_limit": wgrad_deferral_limit}
         return unsplit(input, weight, bias, *settings, **buffers, tp_group=tp_group)
     return _SplitLinear.apply(split_weight, input, weight, bias, *settings, tp_group)
@@ -165,7 +166,7 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_weight = None
-        if ctx.split_weight.store.is_deferring and not has_hooks(ctx.weight):
+        if ctx.split_weight.store.defers(ctx.weight) and not has_hooks(ctx.weight):
             grad_input, grad_bias = _input_grad(ctx, grad_output)
         else:
             grad_input, grad_weight, grad_bias = _Linear.backward(ctx, grad_output)[:3]

@@ -134,8 +134,9 @@ class MicrobatchSums:
         return self._current
 
     def of_running_b(self) -> MicrobatchSum | None:
-        """Return the sum to which the running B has contributed deferred terms; None if there is no such sum."""
-        return self._current if self._of_microbatch == self._store.num_flushed else None
+        """Return the sum for which the running B has deferred terms that W has not added; None if there are none."""
+        is_waiting = self._of_microbatch == self._store.num_flushed and self._current.num_missing > 0
+        return self._current if is_waiting else None
 
 
 @dataclass(eq=False)

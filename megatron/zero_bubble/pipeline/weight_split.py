@@ -312,7 +312,7 @@ class _SplitCall(torch.autograd.Function):
         if not keeps_graph:
             # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
             del ctx.edge, ctx.input, ctx.function
-        if layer.store.is_deferring:
+        if layer.store.defers(parameters[0]):
             grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
             layer.defer(parameters, edge, grad.detach())
             return None, None, grads[0], *(None,) * len(parameters)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 WeightGrad = Callable[[], None]
 """Function that adds one layer's weight gradient for one microbatch to the gradient of the layer's parameter."""
@@ -59,6 +60,18 @@ class WeightGradStore:
             yield
         finally:
             self.is_deferring = False
+
+    def defers(self, weight: torch.Tensor) -> bool:
+        """Tell whether the running backward is a B that adds up the gradient of the leaf tensor `weight`.
+
+        A `torch.autograd.grad` that a hook or function of the model calls inside a B adds up no gradients.
+        """
+        if not self.is_deferring:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+        except RuntimeError:  # `torch.autograd.grad` returns the gradient of `weight`
+            return False
 
     def put(
         self,
