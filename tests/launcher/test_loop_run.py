@@ -20,6 +20,8 @@ SCHEDULES: dict[str, list[dict[str, Any]]] = {
         {"schedule": "auto", "profile_iters": [1, 1], "microbatch_order": "data"},
     ],
     "hybrid": [{"schedule": "zb-2p"}],
+    "rewrapping": [{"schedule": "zb-h1"}],
+    "searching": [{"schedule": "zb-h1"}],
 }
 
 
@@ -70,6 +72,15 @@ def test_microbatches_that_are_too_long_for_the_plan_run_in_less_memory(folder: 
     for rank in range(2):
         line = numbers_of(folder, "long", {**settings, "memory_limit": "20KiB"})[rank][0]
         assert "microbatch 0 (17 tokens), keeps" in line
+
+
+def test_a_loop_that_calls_megatron_cores_function_itself_is_refused(folder: Path) -> None:
+    """On the rank that begins, for whose message the other rank waits."""
+    line = (
+        "the loop trains under megatron-core's own schedule: call get_forward_backward_func() after enable(), and "
+        "train with the function that it returns"
+    )
+    assert numbers_of(folder, "direct", {"schedule": "zb-h1"})[0] == [line]
 
 
 @pytest.mark.parametrize(

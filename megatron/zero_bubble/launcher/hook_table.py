@@ -152,6 +152,11 @@ class ScriptHooks:
             lambda call: self.run.forward_backward_func(call),
         )
         yield Hook(
+            "megatron.core.pipeline_parallel.schedules:forward_step(model)",
+            "refuses a loop that trains with a function which it took before `enable()`",
+            self._forward_step,
+        )
+        yield Hook(
             "megatron.training.utils:print_rank_last(message)",
             "adds the idle share to the training log line",
             partial(self._in_script, Run.extend_log_line),
@@ -268,6 +273,9 @@ class ScriptHooks:
             self._changes.callback(setattr, config, "delay_wgrad_compute", False)
             defer_weight_gradients(config)
         call.proceed()
+
+    def _forward_step(self, call: Call) -> Any:
+        return self._run.forward_step(call) if isinstance(self._run, LoopRun) else call.proceed()
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
         """Pass a call to `handle` if Megatron-LM's trainer runs; under another loop, call the original function."""

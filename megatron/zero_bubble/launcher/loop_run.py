@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,12 +42,10 @@ class _Model:
 
     session: Session
     flags: JobFlags
-    config: TransformerConfig
+    config: weakref.ref[TransformerConfig]
     vocab_size: int
     references: list[weakref.ref[torch.nn.Module]] = field(default_factory=list)
-    """Weak references to the model's chunks on this rank, because a loop may drop a model that it only evaluates."""
-    chunks: list[torch.nn.Module] = field(default_factory=list)
-    """The model's chunks on this rank, wrapped in DDP."""
+    """Weak references to the model's chunks on this rank, because a loop may drop a model."""
 
     @property
     def built(self) -> list[torch.nn.Module]:
@@ -72,11 +72,12 @@ class LoopRun:
                 raise SessionError(f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}")
         self._flags = replace(flags, zero_bubble_keep_layout=flags.zero_bubble)
         self._models: list[_Model] = []
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The sessions of all models that the training loop builds."""
-        return [model.session for model in self._models]
+        self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """The chunks of all models, wrapped in DDP."""
+        self._is_running = False
+        """Whether a step of a zero-bubble schedule runs."""
+        self.sessions: list[Session] = []
+        """The sessions of all models that the training loop has built."""
 
     def build_chunk(self, call: Call) -> None:
         """Check and adapt the configuration that a model's constructor gets, and build the model chunk.
@@ -92,14 +93,24 @@ class LoopRun:
             call.proceed()
             return
         if chunk == 0:
+            self._end_dropped_models()
             self._models.append(self._begin_model(call))
+            self.sessions.append(self._models[-1].session)
         # A loop may build the chunks of several models in turn.
-        begun = (model for model in self._models if model.config is config and len(model.references) == chunk)
+        begun = (model for model in self._models if model.config() is config and len(model.references) == chunk)
         model = next(begun, self._models[-1])
         with users_mistakes():
             model.session.configure(config, type(call["self"]))
         call.proceed()
         model.references.append(weakref.ref(call["self"]))
+
+    def _end_dropped_models(self) -> None:
+        """Close the connections of models that the loop has dropped, as a search for hyperparameters does."""
+        gc.collect()
+        dropped = [model for model in self._models if model.references and not model.built]
+        for model in dropped:
+            self._models.remove(model)
+            model.session.end_run()
 
     def _begin_model(self, call: Call) -> _Model:
         """Make the `_Model` for a model whose first chunk is constructed by `call`."""
@@ -123,12 +134,11 @@ class LoopRun:
                 f"{schedule_asked(flags)}: the schedule has {placement.num_chunks} model chunks a rank, but the "
                 f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
             )
-        return _Model(session, flags, call["config"], call.get("vocab_size") or 0)
+        return _Model(session, flags, weakref.ref(call["config"]), call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """When DDP's constructor is called, split the backward of the chunk's linear layers into B and W."""
-        inner = unwrap_model(call["module"])
-        model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
+        model = self._model_of(call["module"])
         if model is not None:
             with users_mistakes():
                 model.shard()
@@ -136,7 +146,11 @@ class LoopRun:
             defer_in_ddp(call)
         call.proceed()
         if model is not None:
-            model.chunks.append(call["self"])
+            self._wrapped.add(call["self"])
+
+    def _model_of(self, chunk: torch.nn.Module) -> _Model | None:
+        inner = unwrap_model(chunk)
+        return next((model for model in self._models if any(inner is each for each in model.built)), None)
 
     def lay_out_parameters(self, call: Call) -> Any:
         """When `compute_full_param_layout` is called, shard the vocabulary before DDP's buffers are laid out."""
@@ -150,11 +164,15 @@ class LoopRun:
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
-            chunks = arguments["model"]
-            first = chunks[0] if isinstance(chunks, (list, tuple)) else chunks
-            model = next((model for model in self._models if model.chunks and model.chunks[0] is first), None)
-            if model is not None:
-                return _run(model, arguments)
+            given = arguments["model"]
+            chunks = list(given) if isinstance(given, (list, tuple)) else [given]
+            model = self._model_of(chunks[0])
+            if model is not None and chunks[0] in self._wrapped:
+                self._is_running = True
+                try:
+                    return _run(model, chunks, arguments)
+                finally:
+                    self._is_running = False
             if not arguments.get("forward_only", False):
                 raise SessionError(
                     "the loop trains a model whose layers could not be split: it was built before enable(), is neither "
@@ -164,9 +182,25 @@ class LoopRun:
 
         return forward_backward
 
+    def forward_step(self, call: Call) -> Any:
+        """Refuse the forward of a training step of megatron-core's own schedule on a model that is split.
 
-def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
+        Raises:
+            SessionError: the loop trains with one of megatron-core's functions itself.
+        """
+        if not self._is_running and torch.is_grad_enabled() and call["model"] in self._wrapped:
+            raise SessionError(
+                "the loop trains under megatron-core's own schedule: call get_forward_backward_func() after enable(), "
+                "and train with the function that it returns"
+            )
+        return call.proceed()
+
+
+def _run(model: _Model, chunks: Sequence[torch.nn.Module], arguments: dict[str, Any]) -> list[Any]:
     """Run one training step or evaluation of a model; the first call for a model also starts the model's session.
+
+    Args:
+        chunks: the model's chunks on this rank, wrapped in DDP.
 
     Raises:
         SessionError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
@@ -183,7 +217,7 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
         )
         with users_mistakes():
             model.session.complete(flags)
-            model.session.start(model.chunks, None, 0)
+            model.session.start(list(chunks), None, 0)
     losses = model.session.forward_backward(**arguments)
     if not arguments.get("forward_only", False):
         model.session.replicas.after_step(model.session.iteration)

@@ -48,11 +48,10 @@ from megatron.zero_bubble.session.start_up import SessionError
 class Session:
     """One training run with zero bubble, or with megatron-core's own schedule if no zero-bubble schedule is set.
 
-    The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
-    groups exist. The training loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and
-    `start` when model and optimizer are built and loaded. In every iteration the training loop calls `forward_backward`
-    and `after_iteration`. The training loop calls `settle` before code outside a training step reads parameters, and
-    `close` at the end. As a context manager, a session undoes its patches on exit, also after an error.
+    The training loop calls `make_schedules` at the beginning; `unit_costs` and `choose_layout` when the process groups
+    exist; `configure`, `initializing`, `shard` and `split` while the model is built; `start` when model and optimizer
+    are built and loaded; `forward_backward` and `after_iteration` in every iteration; `settle` before code outside a
+    training step reads parameters; `close` at the end. As a context manager, a session undoes its patches on exit.
 
     Args:
         job: the checked settings. If the settings leave the layout open, the training loop calls `choose_layout`,
@@ -64,7 +63,7 @@ class Session:
         iteration: number of completed training iterations, including iterations before the run.
         num_steps: number of training iterations that this run has completed.
         num_microbatches: number of microbatches in the last iteration.
-        store: keeps the weight-gradient computations that B defers to W; None under megatron-core's own schedule.
+        store: keeps the weight gradients that B defers to W; None under megatron-core's own schedule.
         post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
         replicas: averages parameters under hierarchical SGD, and measures how long replicas wait; set by `start`.
         run: forward-backward function, set by `start`; megatron-core's own function if there is no zero-bubble
@@ -101,9 +100,7 @@ class Session:
     # Methods that choose the schedules and the layout.
 
     def make_schedules(self) -> None:
-        """Make the schedules of a fixed layout, so that a run without a valid schedule ends before the model is built.
-
-        If the layout is still to be chosen, its schedules are made at the first step.
+        """Make the schedules of a fixed layout; the schedules of an open layout are made at the first step.
 
         Raises:
             ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
@@ -215,8 +212,7 @@ class Session:
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Split the backward of linear layers in `chunks` into B and W; call this before `chunks` are wrapped in DDP.
 
-        DDP's configuration must set `delay_wgrad_compute`. DDP then registers a hook for each layer, and W calls the
-        hook to accumulate and reduce the layer's weight gradient.
+        DDP's configuration must set `delay_wgrad_compute`, so that W calls DDP's hook for each layer's weight gradient.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -304,14 +300,18 @@ class Session:
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 
+    def end_run(self) -> None:
+        """Close the watchdog, then the channels between stages; a second call has no effect."""
+        opened = self.forward_backward_func, self._watchdog
+        self.forward_backward_func = self._watchdog = None
+        with ExitStack() as ending:
+            for each in opened:
+                ending.callback(each.close if each is not None else lambda: None)
+
     def close(self) -> None:
-        """Close the watchdog and the channels between stages, and undo all patches; a second call has no effect."""
-        with self._resources as ending:  # the watchdog, then the channels, then the patches, also after an error
-            if self.forward_backward_func is not None:
-                ending.callback(self.forward_backward_func.close)
-            if self._watchdog is not None:
-                ending.callback(self._watchdog.close)
-            self._watchdog = self.forward_backward_func = None
+        """End the run, and undo all patches, also after an error; a second call has no effect."""
+        with self._resources as ending:
+            ending.callback(self.end_run)
 
     def __enter__(self) -> Session:
         return self
