@@ -45,8 +45,9 @@ def test_the_chosen_layout_comes_first_and_is_hardly_slower_than_any(costs, caps
     chosen, *others = found["layouts"]
     assert set(chosen) == {
         *("placement", "chunks", "partition", "recompute", "vocabulary_parallel", "schedule"),
-        *("time", "bubble", "idle", "memory"),
+        *("is_draft", "time", "bubble", "idle", "memory"),
     }
+    assert not chosen["is_draft"]
     assert sum(chosen["partition"]) == 8
     assert len(chosen["partition"]) == 4 * chosen["chunks"]
     assert len(chosen["memory"]) == 4
@@ -171,7 +172,7 @@ def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
             "costs of units must be JSON: the integer 100000000000... has 401 digits, at most 60 are allowed",
         ),
         ({"ties_output": 1}, "'ties_output' must be true or false, got 1"),
-        ({"embeding": {}}, "costs of units have no entry 'embeding'"),
+        ({"embeding": {}}, "costs of units have an unknown entry 'embeding'"),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_the_entry(tmp_path, capsys, changed, message):

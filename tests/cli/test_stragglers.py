@@ -100,6 +100,7 @@ def test_json_has_the_mean_step_of_each_method(capsys):
         (["--probability", "1.5"], "argument --probability: must not be above 1, got 1.5"),
         (["--num-replicas", "1"], "argument --num-replicas: must be at least 2, got 1"),
         (["--num-replicas", "4097"], "argument --num-replicas: must be at most 4096, got 4097"),
+        (["--timeline", "steps.png"], "argument --timeline: steps.png must end in .svg"),
         (["--timeline", "/none/steps.svg"], "argument --timeline: /none is not a folder"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,28 @@ def test_a_training_that_fails_says_why_in_one_line(program, reason):
     with pytest.raises(RuntimeError, match=reason) as caught:
         take_turn([sys.executable, "-c", program], {}, 0, timeout=1 if "sleep" in program else 60)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has ended")
+def test_a_training_ends_with_a_killed_benchmark(tmp_path):
+    """torchrun ends its ranks when it gets SIGTERM."""
+    places = started, ended = tmp_path / "started", tmp_path / "ended"
+    training = (
+        "import pathlib, signal, sys, time; "
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[2]).touch(), sys.exit())); "
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", training, *map(str, places)]
+    turn = f"from {take_turn.__module__} import take_turn; take_turn({command}, {{}}, 0, timeout=60)"
+    benchmark = subprocess.Popen([sys.executable, "-c", turn])
+    wait_for(started)
+    benchmark.kill()
+    benchmark.wait()
+    wait_for(ended)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} is missing"
+        time.sleep(0.05)

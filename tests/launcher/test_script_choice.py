@@ -10,9 +10,10 @@ import pytest
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_choice import settle_layout
+from megatron.zero_bubble.launcher.script_choice import check_chunk_functions, settle_layout
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.script_flags import script_arguments
 
@@ -70,6 +71,12 @@ def test_flags_that_ask_for_chunks_are_refused(
     reason = rf"^--num-virtual-stages-per-pipeline-rank 2: the script's {named} has no parameter vp_stage"
     with pytest.raises(SessionError, match=reason):
         settled(model_provider, data_provider, **chunks)
+    setup = Call(pytest.fail, inspect.signature(lambda model_provider_func: None).bind(model_provider))
+    flags = flags_of(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="interleaved-zb"))
+    named = reason.replace("num-virtual-stages-per-pipeline-rank 2", "zero-bubble-schedule interleaved-zb")
+    with pytest.raises(SessionError, match=named):
+        check_chunk_functions(setup, data_provider, mock.Mock(flags=flags, placement=Placement("interleaved", 4, 2)))
+    check_chunk_functions(setup, data_provider, mock.Mock(flags=flags, placement=Placement("linear", 4)))
 
 
 def test_megatrons_layout_is_kept_if_the_costs_of_the_model_cannot_be_measured() -> None:

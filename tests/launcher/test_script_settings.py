@@ -169,6 +169,29 @@ def test_settings_are_refused_before_megatron_lm_validates_them(
         assert str(error.value) == line
 
 
+@pytest.mark.parametrize(
+    ("ends", "layout"),
+    [
+        ({"decoder_first_pipeline_num_layers": 1}, "Et*1|t*1|t*1|t*1|t*1|t*1|t*1|t*1L"),
+        ({"decoder_last_pipeline_num_layers": 8, "num_layers": 15}, "Et*1|t*1|t*1|t*1|t*1|t*1|t*1|t*8L"),
+        ({"account_for_loss_in_pipeline_split": True, "num_layers": 15}, "Et*2|t*2|t*2|t*2|t*2|t*2|t*2|t*1L"),
+        ({}, None),
+    ],
+)
+def test_in_a_v_megatron_lm_gets_the_layers_of_the_ends_as_a_layout(
+    ends: dict[str, object], layout: str | None
+) -> None:
+    """megatron-core would cut the layers of the first rank into two chunks, for a configuration made early (0.19)."""
+    script = script_arguments(**{"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 2, **ends})
+    given = dict.fromkeys(ends.keys() - {"num_layers"})
+    validate_arguments(
+        LaunchFlags(zero_bubble_schedule="zb-v"), Call(vars, inspect.signature(lambda args: None).bind(script))
+    )
+    assert script.pipeline_model_parallel_layout == layout
+    assert not any(getattr(script, name) for name in given)
+    assert script.num_virtual_stages_per_pipeline_rank == (2 if layout is None else None)
+
+
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_under_post_validation_megatron_lm_runs_no_step_again(
     post_validation: bool, capsys: pytest.CaptureFixture[str]
@@ -251,6 +274,7 @@ def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_built(monkeypatch) -> None:
     """The first rank checks, because it alone writes; all ranks end with its line."""
     monkeypatch.setattr("megatron.zero_bubble.launcher.run.on_rank", lambda rank, action: action())
+    monkeypatch.setattr("megatron.zero_bubble.session.same_flags.from_all_ranks", lambda own: [own])
     flags = LaunchFlags(zero_bubble=True, zero_bubble_profile_output="/no/such/folder/profile.json")
     run = Run(script_arguments(), flags)
     with pytest.raises(SessionError, match=r"^--zero-bubble-profile-output /no/such/folder/.*: its folder does not"):
@@ -265,7 +289,15 @@ def test_a_script_that_fits_is_not_refused() -> None:
     assert not Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).stages.is_v
 
 
-def test_a_run_without_a_schedule_ends_before_its_process_groups_are_made() -> None:
+def test_a_script_that_ends_because_a_checkpoint_is_missing_had_nothing_to_train() -> None:
+    run = Run(script_arguments(exit_on_missing_checkpoint=True), LaunchFlags(zero_bubble_schedule="zb-h1"))
+    assert run.had_nothing_to_train
+    run.session.has_started = True
+    assert not run.had_nothing_to_train
+
+
+def test_a_run_without_a_schedule_ends_before_its_process_groups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.zero_bubble.session.same_flags.from_all_ranks", lambda own: [own])
     flags = LaunchFlags(zero_bubble=True, zero_bubble_keep_layout=True, zero_bubble_memory_limit="0.2")
     run = Run(script_arguments(), flags)
     groups = mock.Mock()

@@ -67,6 +67,12 @@ def test_other_plans_are_the_best_of_their_combinations_from_the_shortest_on() -
     assert [(other.layout, round(other.time, 6)) for other in chosen.others] == [(V, 120), (SHARDS, 130)]
 
 
+def test_a_plan_that_recomputes_in_vain_is_left_out() -> None:
+    recomputing, slower = replace(V, recompute=Recompute.PLANNED), replace(INTERLEAVED, recompute=Recompute.PLANNED)
+    plans = [plan(EVEN, 100), plan(V, 120), plan(recomputing, 110), plan(INTERLEAVED, 130), plan(slower, 130)]
+    assert [other.layout for other in choose(plans, None).others] == [recomputing, V, INTERLEAVED]
+
+
 def test_a_plan_without_r_is_named_after_its_schedule() -> None:
     planned = replace(EVEN, recompute=Recompute.PLANNED)
     assert named_after_schedule(plan(planned, 100)).layout == EVEN

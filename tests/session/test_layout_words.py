@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.zero_bubble.planner import Layout
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layout_choice import choose_layout
-from megatron.zero_bubble.session.layout_words import flags_of_layout, layers_words
+from megatron.zero_bubble.session.layout_words import flags_of_layout, layers_words, named_plans
 from megatron.zero_bubble.session.reports import layout_lines
 from tests.session.layout_jobs import HEAVY, MODEL, WHOLE, flags
 
@@ -43,6 +45,12 @@ def test_a_hybrid_layout_is_shown_and_repeated_by_its_symbols() -> None:
     assert lines[3].startswith("     chosen: linear          -M | *M- | M*M |   ")
     assert lines[4].startswith("     Megatron's split, auto  -M | *M | -M | *M  ")
     assert "--hybrid-layer-pattern='-M|*M-|M*M|'" in lines[-1]
+
+
+def test_a_draft_is_named_as_one() -> None:
+    chosen = choose_layout(WHOLE, MODEL, None, 1024).plan
+    names = [name for name, _ in named_plans(replace(chosen, others=(chosen, replace(chosen, is_draft=True))), ())]
+    assert names == ["chosen: linear", "linear", "linear, draft"]
 
 
 def test_equal_stages_are_counted() -> None:

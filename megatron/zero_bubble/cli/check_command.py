@@ -26,6 +26,7 @@ device, the command ends with a one-line message and status 2.
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import tempfile
 import traceback
@@ -114,6 +115,7 @@ def main(flags: CheckFlags) -> bool:
     """Run `zero-bubble check`, write the findings, and return whether all parts of the check passed."""
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception removes the temporary folder
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         try:
             substitution = substitute_cuda()

@@ -6,11 +6,12 @@
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --own-layers 9,8,8,7
 
 The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
-writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
-every other combination of placement, recomputation and vocabulary sharding. The last rows of the table show Megatron's
-split of the layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers, your own
-layout replaces Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the
-units of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
+writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then plans of other
+combinations of placement, recomputation and vocabulary sharding. A combination that is clearly slower has only a draft
+plan; give its flags, such as --placement, for its best plan. The last rows of the table show Megatron's split of the
+layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers, your own layout
+replaces Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the units of
+the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -218,6 +219,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "recompute": layout.recompute.value,
         "vocabulary_parallel": layout.vocabulary_parallel,
         "schedule": plan.request.schedule,
+        "is_draft": plan.is_draft,
         "time": float(plan.time),
         "bubble": float(timeline.bubble_rate),
         "idle": float(timeline.idle.total),

@@ -24,6 +24,7 @@ from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
+from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
@@ -121,6 +122,7 @@ class LoopRun:
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
+            check_same_flags(flags)
             on_rank(0, lambda: check_zero_bubble_outputs(flags))
             session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
             session.make_schedules()

@@ -15,7 +15,12 @@ from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint, record_stages
-from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
+from megatron.zero_bubble.launcher.script_choice import (
+    build_layout,
+    check_chunk_functions,
+    keep_megatrons_layout,
+    settle_layout,
+)
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
@@ -27,6 +32,7 @@ from megatron.zero_bubble.session.layers import to_layout
 from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, wait_fields
 from megatron.zero_bubble.session.run_summary import RunSummary
+from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import check_implementation, job_settings
 from megatron.zero_bubble.session.start_up import users_mistakes
@@ -91,10 +97,11 @@ class Run:
         """When `initialize_model_parallel` is called, make the schedules, then the process groups for the schedules.
 
         Raises:
-            SessionError: no schedule exists for one of the job's numbers of microbatches, no schedule fits the memory
-                limit, or the first rank cannot write an output.
+            SessionError: ranks have different flags, no schedule exists for one of the job's numbers of microbatches,
+                no schedule fits the memory limit, or the first rank cannot write an output.
         """
         with users_mistakes():
+            check_same_flags(self.session.job.flags)
             self.session.make_schedules()
             on_rank(0, lambda: check_zero_bubble_outputs(self.session.job.flags))
         self.stages.set_embedding_ranks(call)
@@ -110,6 +117,7 @@ class Run:
             self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
                 build_layout(self._script, call, self.session.job, self.stages)
+        check_chunk_functions(call, self._data_provider, self.session.job)
         if checkpoint is not None:
             checkpoint.check_stages(self.session.job.placement, self.session.job.partition)
         call["model_provider_func"] = self.stages.placed_provider(call["model_provider_func"])
@@ -271,9 +279,13 @@ class Run:
 
     @property
     def had_nothing_to_train(self) -> bool:
-        """Whether the script trains no iteration: it only evaluates or converts a checkpoint, or is at its end."""
+        """Whether the script trains no iteration: it only evaluates or converts a checkpoint, or is at its end.
+
+        With `--exit-on-missing-checkpoint`, a script without a checkpoint ends before the first iteration.
+        """
         done, last = getattr(self._script, "iteration", 0), getattr(self._script, "train_iters", None)
         only = any(getattr(self._script, name, None) for name in ("skip_train", "ckpt_convert_format"))
+        only |= bool(getattr(self._script, "exit_on_missing_checkpoint", False)) and not self.session.has_started
         return only or (last is not None and done >= last)
 
 

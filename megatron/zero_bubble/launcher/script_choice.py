@@ -29,9 +29,11 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import refuse_with_schedule, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layers import spread_layers, to_layout
+from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags, spread_layers, to_layout
 from megatron.zero_bubble.session.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
@@ -51,10 +53,9 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     `--allow-padding-num-layers`. Under post-validation, reruns of iterations are switched off.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
-    layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets two of the script's arguments
-    before `validate_args` runs. The hook sets the layout to the most even layout, and the number of model chunks to
-    None. If zero bubble chooses the layout, the hook restores the previous layout and number of model chunks after
-    `validate_args`.
+    layout. If Megatron-LM would refuse stages that zero bubble allows, the hook sets the layout before `validate_args`
+    runs, and removes the arguments that the layout replaces. If zero bubble chooses the layout, the hook restores the
+    previous arguments after `validate_args`.
     """
     script = call["args"]
     with users_mistakes():
@@ -64,14 +65,15 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
         divide_pattern(script, flags)
         job = flags_of(script, flags)
         refuse_script_settings(script, job)
-        layout = _even_layout(script, job) if job.pattern is None else None
+        layout = _allowed_layout(script, job) if job.pattern is None else None
     if job.pattern is not None:
         with users_mistakes():  # Megatron-LM's errors describe a wrong pattern
             return call.proceed()
     if layout is None:
         return call.proceed()
+    replaced = {name: value for name, value in WITHOUT_PARTITION.items() if hasattr(script, name)}
     given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
-    before = change_settings(script, given)
+    before = change_settings(script, given if is_layout_open(job) else {**given, **replaced})
     result = call.proceed()
     if is_layout_open(job):
         vars(script).update(before)
@@ -85,13 +87,23 @@ def refuse_restarts(call: Call) -> Any:
     return call.proceed()
 
 
-def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """Return the most even layout; None if Megatron-LM's layout is even, is given by flags, or must be kept."""
-    if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
+def _allowed_layout(script: Namespace, job: JobFlags) -> str | None:
+    """Return a layout that zero bubble allows and Megatron-LM may refuse; None if Megatron-LM's own layout is kept.
+
+    The layout is the most even layout or, in a V, the layout of `--decoder-first-pipeline-num-layers` and similar
+    flags, which Megatron-LM reads for interleaved chunks.
+    """
+    if not job.num_layers or _other_source(script) is not None:
         return None
-    if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
+    if job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
         return None
-    num_stages = job.pipeline_model_parallel_size * (job.num_virtual_stages_per_pipeline_rank or 1)
+    entry, num_ranks = ENTRIES.get(job.schedule or ""), job.pipeline_model_parallel_size
+    kind = job.zero_bubble_placement or (None if entry is None else entry.placement)
+    if kind == "v" and not is_layout_open(job) and any(getattr(job, name) for name in WITHOUT_PARTITION):
+        return to_layout(partition_of_flags(job, Placement("v", num_ranks, 2)), job.mtp_num_layers)
+    if not (is_layout_open(job) or job.allow_padding_num_layers):
+        return None
+    num_stages = num_ranks * (job.num_virtual_stages_per_pipeline_rank or 1)
     if job.num_layers % num_stages == 0:
         return None
     return to_layout(spread_layers(job.num_layers, num_stages), job.mtp_num_layers)
@@ -140,8 +152,7 @@ def settle_layout(
         keep_megatrons_layout(script, session, reason)
         return False
     one_chunk = _one_chunk_function(setup, data_provider)
-    if one_chunk is not None and (asking := chunks_asked(session.job.flags)) is not None:
-        raise SessionError(f"{asking}: the script's {one_chunk} has no parameter vp_stage, which several chunks need")
+    _refuse_one_chunk(one_chunk, session.job.flags)
     has_chunks = one_chunk is None and one_chunk_flag(script) is None
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not (units.shapes_vary or units.keeps_vocabulary) and works_with(script, Feature.VOCABULARY_SHARDS)
@@ -208,6 +219,22 @@ def _other_source(script: Namespace) -> str | None:
     """Return the name of a script argument that requires Megatron's layout; None if no such argument is given."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
+
+
+def check_chunk_functions(setup: Call, data_provider: Callable[..., Any] | None, job: JobSettings) -> None:
+    """Check that the script's functions support several model chunks a rank if the layout has several chunks a rank.
+
+    Raises:
+        SessionError: a function of the script supports only one chunk.
+    """
+    if job.placement.num_chunks > 1:
+        _refuse_one_chunk(_one_chunk_function(setup, data_provider), job.flags)
+
+
+def _refuse_one_chunk(function: str | None, flags: JobFlags) -> None:
+    """Raise `SessionError` if flags ask for several chunks, but the script's `function` supports only one chunk."""
+    if function is not None and (asking := chunks_asked(flags)) is not None:
+        raise SessionError(f"{asking}: the script's {function} has no parameter vp_stage, which several chunks need")
 
 
 def _one_chunk_function(setup: Call, data_provider: Callable[..., Any] | None) -> str | None:

@@ -33,7 +33,7 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
     Returns:
         The chosen plan, whose `others` are the best plans of other combinations (see `Layout.combination`), the fastest
-        first.
+        first. Planned recomputation is left out if the same combination without recomputation is not slower.
     """
     ordered = sorted(best_of_combinations(plans, usual), key=lambda plan: plan.time)
     shortest = ordered[0]
@@ -57,8 +57,14 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
         close = [plan for plan in close if gains(plan)] or [plan for plan in ordered if plan.layout == usual]
     chosen = min(close, key=lambda plan: (plan.layout != usual, plan.layout.complexity))
     others = {plan.layout.combination: plan for plan in reversed(ordered)}
-    others.pop(chosen.layout.combination)
-    return replace(chosen, others=tuple(sorted(others.values(), key=lambda plan: plan.time)))
+
+    def recomputes_in_vain(plan: Plan) -> bool:
+        keeping = others.get(replace(plan.layout.combination, recompute=Recompute.NONE))
+        return plan.layout.recompute is Recompute.PLANNED and keeping is not None and keeping.time <= plan.time
+
+    others = {combination: plan for combination, plan in others.items() if not recomputes_in_vain(plan)}
+    others.pop(chosen.layout.combination, None)
+    return replace(chosen, is_draft=False, others=tuple(sorted(others.values(), key=lambda plan: plan.time)))
 
 
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:

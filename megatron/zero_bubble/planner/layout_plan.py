@@ -29,6 +29,8 @@ class Plan:
         states: rank -> memory of parameters, gradients and optimizer states.
         activations: rank -> peak memory of activations; None to use the peak memory of `timeline`.
         slowdown: expected time with varying durations, divided by the simulated time.
+        is_draft: whether the plan was made with little effort, because another combination (see `Layout.combination`)
+            was faster. A search of the plan's combination alone may find a faster plan.
         others: the best plans of other layouts, the fastest first.
     """
 
@@ -38,6 +40,7 @@ class Plan:
     states: tuple[float, ...]
     activations: tuple[float, ...] | None = None
     slowdown: float = 1.0
+    is_draft: bool = False
     others: tuple[Plan, ...] = ()
 
     @property

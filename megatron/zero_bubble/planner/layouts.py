@@ -63,8 +63,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
-        The plan of the chosen layout, whose `others` are the best plans with other combinations of placement,
-        recomputation and vocabulary parallelism.
+        The plan of the chosen layout, whose `others` are plans with other combinations of placement, recomputation and
+        vocabulary parallelism. Slower combinations have draft plans (see `Plan.is_draft`).
 
     Raises:
         Infeasible: no layout fits in memory. The attribute `smallest_limit` of the error is the smallest memory limit
@@ -89,7 +89,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         for plan in search.best(num_best, extent.promising, can_improve=True):
             search.improve(plan, min(effort, request.effort))
     search.improve_usual()
-    plans = search.expected()
+    plans = [replace(plan, is_draft=search.is_draft(plan.layout)) for plan in search.expected()]
     if len(request.recomputes) > 1:
         plans = list(map(named_after_schedule, plans))
     return choose(plans, request.usual, time_of_usual(request))
@@ -188,8 +188,7 @@ class _Search:
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
         """Try recomputation in given combinations, the most promising first (see `WITHOUT_GAIN`)."""
-        num_without_gain = 0
-        promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
+        num_without_gain, promising = 0, [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
             if time >= self.best_time or (self.plans and num_without_gain >= WITHOUT_GAIN):
                 return
@@ -257,8 +256,7 @@ class _Search:
             return 0.0
         # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
-        # Copies to the host may lower the memory of a microbatch to zero.
-        limits = None if request.offloads else limits
+        limits = None if request.offloads else limits  # copies may lower the memory of a microbatch to zero
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
         if request.post_validation or layout.recompute is Recompute.FULL:  # may run fewer R than estimated
             return bounds.span
@@ -268,6 +266,11 @@ class _Search:
     def _can_be_fastest(self, layout: Layout) -> bool:
         """Whether the layout's lower bound is below the best plan's time divided by `GAIN`."""
         return self._bound(layout) < self.best_time / GAIN
+
+    def is_draft(self, layout: Layout) -> bool:
+        """Whether all plans of the layout's combination were made with little effort (see `Plan.is_draft`)."""
+        efforts = (effort for each, effort in self.efforts.items() if each.combination == layout.combination)
+        return max(efforts) <= DRAFT_EFFORT
 
     def improve(self, plan: Plan, effort: int) -> None:
         """Plan the layout of `plan` with `effort` if the layout can become the fastest."""

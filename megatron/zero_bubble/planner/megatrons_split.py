@@ -42,14 +42,14 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     Args:
         request: a request whose field `usual` is not None.
         chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
-            the layout `request.usual`, that plan is returned as the plan with the request's schedule.
+            the layout `request.usual`, and is no draft, that plan is returned as the plan with the request's schedule.
 
     Returns:
         At most two plans; a plan that does not exist or does not fit in memory is left out.
     """
     usual = request.usual
     assert usual is not None
-    plans = [plan for plan in (chosen, *chosen.others) if plan.layout == usual]
+    plans = [plan for plan in (chosen, *chosen.others) if plan.layout == usual and not plan.is_draft]
     with suppress(ScheduleError):
         plans = plans or [with_slowdown(plan_layout(request, usual))]
     with suppress(ScheduleError):

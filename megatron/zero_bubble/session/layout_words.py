@@ -41,11 +41,13 @@ def flags_of_layout(
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
     """The rows of a table of layouts, as (name, plan): the chosen layout, the runners-up and Megatron's layout.
 
+    The names of draft plans end in "draft" (see `Plan.is_draft`).
+
     Args:
         usual: text with which the name of Megatron's layout begins.
     """
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
-    rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
+    rows += [(placement_words(plan.layout) + ", draft" * plan.is_draft, plan) for plan in chosen.others]
     return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]
 
 

@@ -16,6 +16,7 @@ from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError
 from megatron.zero_bubble.mcore.model_units import release
 from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
+from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -56,6 +57,7 @@ def pretrain(args: Arguments, session: Session) -> None:
         latest_iteration(args.load)
     with initialized(args, session.job.first_placement), ExitStack() as resources:
         resources.enter_context(session)
+        check_same_flags(args)
         args = settle_layout(args, session)
         trainer = build_trainer(args, session, tokenizer, exit_reasons, resources)
         try:

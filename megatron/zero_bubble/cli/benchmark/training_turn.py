@@ -10,8 +10,10 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.zero_bubble.cli.trainings import failure_reason
+from megatron.zero_bubble.runtime.processes import end_with_parent
 from megatron.zero_bubble.schedule import Idle
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
@@ -105,7 +107,13 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         RuntimeError: the training failed or took longer than `timeout` seconds; the message is one line.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
         over, late = threading.Event(), threading.Event()
         guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over, late), daemon=True)
         guard.start()

@@ -123,6 +123,8 @@ class StragglerFlags(ReplicasFlags, TableFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.timeline is not None and self.timeline.suffix != ".svg":
+            raise ValueError(f"argument --timeline: {self.timeline} must end in .svg")
         check_output(self.timeline, "--timeline")
 
 

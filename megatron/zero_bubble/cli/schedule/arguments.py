@@ -34,7 +34,11 @@ FORMATS = {"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"}
 class SourceFlags(ScheduleFlags, LimitFlags):
     """the schedule"""
 
-    schedule: str | None = flag(f"one of {', '.join(names())}", metavar="NAME")
+    schedule: str | None = flag(
+        f"one of {', '.join(names())}; auto has the lowest bubble rate here, and in jobs and zero-bubble plan the "
+        "shortest time",
+        metavar="NAME",
+    )
     input: Path | None = flag("read the schedule from FILE: JSON, CSV or PyTorch's CSV")
     # The sizes of a schedule in a file are known; without a file, `__post_init__` requires both flags.
     pipeline_size: int = flag("pipeline ranks, with --schedule", parse=at_least(2), metavar="P")

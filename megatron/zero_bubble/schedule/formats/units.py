@@ -89,7 +89,7 @@ def _check_entries(
 ) -> None:
     unknown = sorted(entries.keys() - set(known))
     if unknown:
-        raise ScheduleError(f"{whose} have no entry {unknown[0]!r}{hint}")
+        raise ScheduleError(f"{whose} have an unknown entry {unknown[0]!r}{hint}")
     for name in required:
         if name not in entries:
             raise ScheduleError(f"{whose} lack {name!r}")
