@@ -111,17 +111,25 @@ def _run_block(
     """
     with replaced(random, "CheckpointFunction", original):
         if blocks.mode is ForwardMode.DROP:
-            hidden, *others = inputs
-            if torch.is_grad_enabled() and not any(
-                isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
-            ):
-                # Behind a frozen embedding, too, the block's backward has to run, for the gradients of its parameters.
-                hidden = hidden.detach().requires_grad_()
-            return _DroppedBlock.apply(blocks, run, distribute_saved, hidden, *others)
+            inputs = _with_gradient(inputs) if torch.is_grad_enabled() else inputs
+            return _DroppedBlock.apply(blocks, run, distribute_saved, *inputs)
         with blocks.suspended():
             outputs = run(*inputs)
         blocks.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
         return outputs
+
+
+def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a block's inputs, of which at least one needs a gradient.
+
+    Behind a frozen embedding, no input needs a gradient, but the block's backward has to run for the gradients of the
+    block's parameters.
+    """
+    numbers = [k for k, each in enumerate(inputs) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    if not numbers or any(inputs[k].requires_grad for k in numbers):
+        return inputs
+    first = numbers[0]
+    return *inputs[:first], inputs[first].detach().requires_grad_(), *inputs[first + 1 :]
 
 
 class _DroppedBlock(torch.autograd.Function):
