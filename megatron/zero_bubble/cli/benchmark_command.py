@@ -57,6 +57,9 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     # Imported here, so that --help does not need torch.
     import torch
 
+    from megatron.zero_bubble.session.start_up import quiet_start_up
+
+    quiet_start_up()  # before megatron-core is imported
     from megatron.zero_bubble.cli.benchmark.advice import advice
     from megatron.zero_bubble.cli.benchmark.own_training import of_own_training
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
