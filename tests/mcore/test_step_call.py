@@ -1,4 +1,4 @@
-"""The shape of messages, which a step needs also where the lengths of microbatches vary."""
+"""The shape of messages, also where the lengths of microbatches vary, and functions that a step would not call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.mcore import step_call
-from megatron.zero_bubble.mcore.step_call import message_shape
+from megatron.zero_bubble.mcore.step_call import message_shape, refuse_unsupported
 
 
 @pytest.mark.parametrize("varies", [False, True])
@@ -24,3 +24,22 @@ def test_messages_of_varying_lengths_have_the_shape_of_the_usual_length(
     config = SimpleNamespace(variable_seq_lengths=varies, hidden_size=4)
     assert message_shape(config, None, None, seq_length=3, micro_batch_size=2, decoder_seq_length=None) == (3, 2, 4)
     assert config.variable_seq_lengths is varies
+
+
+class Wrapper:
+    """Stands for megatron-core's DDP."""
+
+    def start_grad_sync(self, *unused: Any) -> None: ...
+
+    def reduce_compressed(self, *unused: Any) -> None: ...
+
+
+@pytest.mark.parametrize("functions", [None, Wrapper().start_grad_sync, [Wrapper().start_grad_sync] * 2])
+def test_gradients_are_reduced_by_ddp(functions: Any) -> None:
+    refuse_unsupported(SimpleNamespace(grad_sync_func=functions), [], None)
+
+
+@pytest.mark.parametrize("functions", [Wrapper().reduce_compressed, [Wrapper().start_grad_sync, lambda params: None]])
+def test_a_function_that_would_never_reduce_gradients_is_refused(functions: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a grad_sync_func of your own is not supported"):
+        refuse_unsupported(SimpleNamespace(grad_sync_func=functions), [], None)

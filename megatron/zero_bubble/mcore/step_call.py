@@ -99,7 +99,8 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
     """Check that zero-bubble schedules support the settings in megatron-core's configuration.
 
     Raises:
-        ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
+        ValueError: an unsupported setting is on, a function of the configuration would never be called, or DDP would
+            lose the gradients that W computes.
     """
     for name, value, row in unsupported(config):
         # `defer_weight_gradients` sets `delay_wgrad_compute` after the configuration is made.
@@ -113,6 +114,13 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
             "adjust_tensor_shapes_fn is not supported by zero-bubble schedules: messages have the shape of the "
             "model's settings; leave it out"
         )
+    syncs = getattr(config, "grad_sync_func", None) or []
+    for sync in syncs if isinstance(syncs, list) else [syncs]:
+        if getattr(sync, "__name__", "") != "start_grad_sync":
+            raise ValueError(
+                "a grad_sync_func of your own is not supported by zero-bubble schedules, which reduce each bucket of "
+                "gradients after its last W: give start_grad_sync of megatron-core's DDP, or leave it out"
+            )
     for chunk in chunks:
         ddp_config: Any = getattr(chunk, "ddp_config", None)
         defers = ddp_config is None or ddp_config.delay_wgrad_compute
