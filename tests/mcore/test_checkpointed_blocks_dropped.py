@@ -76,10 +76,14 @@ def test_backward_before_r_is_an_error():
 
 
 def test_nothing_is_handed_over_where_no_gradient_is_computed():
+    """No block of integers has a gradient. A block of other numbers may have parameters, whatever its inputs need."""
     store = RecomputationStore()
     with store.forward(0, 0, drops=True), split_checkpoints(store):
-        assert not random.checkpoint(torch.sin, False, torch.rand(3)).requires_grad
+        assert not random.checkpoint(torch.neg, False, torch.arange(3)).requires_grad
     store.recompute(0, 0)
+    with torch.no_grad(), store.forward(0, 1, drops=True), split_checkpoints(store):
+        assert not random.checkpoint(torch.sin, False, torch.rand(3)).requires_grad
+    store.recompute(0, 1)
 
 
 def test_only_the_outer_checkpoints_of_an_f_are_split():

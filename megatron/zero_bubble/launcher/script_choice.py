@@ -71,9 +71,10 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
             return call.proceed()
     if layout is None:
         return call.proceed()
-    replaced = {name: value for name, value in WITHOUT_PARTITION.items() if hasattr(script, name)}
     given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
-    before = change_settings(script, given if is_layout_open(job) else {**given, **replaced})
+    if not is_layout_open(job):
+        given |= {name: value for name, value in WITHOUT_PARTITION.items() if hasattr(script, name)}
+    before = change_settings(script, given)
     result = call.proceed()
     if is_layout_open(job):
         vars(script).update(before)

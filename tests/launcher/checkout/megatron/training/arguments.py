@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.utils import get_device_arch_version
 
 _NUMBERS = {
@@ -59,6 +60,10 @@ def validate_args(args):
     if args.num_layers_per_virtual_pipeline_stage is not None:
         per_rank = args.num_layers // args.pipeline_model_parallel_size
         args.virtual_pipeline_model_parallel_size = per_rank // args.num_layers_per_virtual_pipeline_stage
+    if args.pipeline_model_parallel_layout is not None:
+        num_stages = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        per_rank = num_stages // args.pipeline_model_parallel_size
+        args.virtual_pipeline_model_parallel_size = per_rank if per_rank > 1 else None
     spreads = ("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers")
     if not any(getattr(args, name) for name in (*spreads, "pipeline_model_parallel_layout")):
         assert args.num_layers % args.pipeline_model_parallel_size == 0, "the ranks must divide the layers"
