@@ -15,7 +15,7 @@ from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.rollback import Snapshot
 
 GRADIENTS = (torch.tensor([0.3, 0.4]), torch.tensor([3.0, 4.0]), torch.tensor([0.1, 0.2]))
-"""Of three steps, the second of which has to be clipped at a norm of 1."""
+"""The gradients of three steps. At a norm of 1, only the second gradient is clipped."""
 
 
 class Negating(torch.optim.SGD):

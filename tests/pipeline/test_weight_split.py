@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
+from split_runs import MICROBATCHES, assert_same, gradients, run
 from torch import nn
 
 from megatron.zero_bubble.pipeline.weight_split import split_modules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-
-MICROBATCHES = 3
 
 LAYERS = {
     "linear": (nn.Linear(6, 4), (5, 6)),
@@ -25,34 +24,6 @@ LAYERS = {
     "transposed conv2d": (nn.ConvTranspose2d(4, 3, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
     "transposed conv3d": (nn.ConvTranspose3d(2, 3, 2), (2, 2, 3, 3, 3)),
 }
-
-
-def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
-def assert_same(ours: nn.Module, reference: nn.Module) -> None:
-    for name, grad in gradients(reference).items():
-        mine = gradients(ours)[name]
-        assert (mine is None) == (grad is None), name
-        assert grad is None or torch.equal(mine, grad), name
-
-
-def run(module: nn.Module, inputs: list[torch.Tensor], store: WeightGradStore | None = None) -> list[torch.Tensor]:
-    """Run forward and backward of all inputs, with B apart from W if there is a store; return the inputs' gradients."""
-    found = []
-    for k, x in enumerate(inputs):
-        x = x.clone().requires_grad_(x.is_floating_point())
-        output = module(x)
-        loss = output.float().square().sum()
-        if store is None:
-            loss.backward()
-        else:
-            with store.deferring():
-                loss.backward()
-            store.flush(0, k)
-        found.append(x.grad)
-    return found
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -227,102 +198,3 @@ def test_what_cannot_be_split_is_left_to_autograd():
     assert frozen(torch.ones(1, 3)).requires_grad is False
     assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2
     assert len(split_modules([OwnForward(3, 3)], WeightGradStore(), [OwnForward])) == 2
-
-
-class Block(nn.Module):
-    """A layer inside of which torch's own layers are split unless the block is split as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.up = nn.Linear(4, 4), nn.ConvTranspose1d(1, 1, 3, stride=2)
-
-    def forward(self, x, gain=1.0):
-        up = self.up(self.inner(x).tanh().unsqueeze(1), output_size=[9])
-        return up[..., :4].squeeze(1) * gain
-
-
-def with_adapter() -> nn.Module:
-    block, adapter = Block(), nn.Linear(4, 4)
-    original = block.inner.forward
-    block.inner.forward = lambda x: original(x) + adapter(x)
-    block.adapter = adapter
-    return block
-
-
-def clamp_gradient(weight: nn.Parameter) -> None:
-    weight.grad.clamp_(-0.1, 0.1)
-
-
-def with_hook() -> nn.Module:
-    block = Block()
-    block.inner.weight.register_post_accumulate_grad_hook(clamp_gradient)
-    return block
-
-
-class Masked(Block):
-    """Calls a layer with a weight that is computed from other parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Parameter(torch.rand(4, 4))
-
-    def forward(self, x):
-        return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.mask}, (x,))
-
-
-class Transformed(Block):
-    """Calls a layer under the transforms of `torch.func`."""
-
-    def forward(self, x):
-        return torch.vmap(self.inner)(x) + torch.func.grad(lambda x: self.inner(x).square().sum())(x)
-
-
-class Differentiated(Block):
-    """Differentiates its own output, the first time for a number and the second time with a graph."""
-
-    def forward(self, x):
-        output = super().forward(x).square()
-        (number,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
-        (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return output * number + derivative
-
-
-class DifferentiatedInB(Block):
-    """A hook of the backward differentiates another output, as implicit layers do."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        point = output.detach().requires_grad_()
-        again = super().forward(point)
-        output.register_hook(lambda g: g + torch.autograd.grad(again, point, g, retain_graph=True)[0])
-        return output
-
-
-@pytest.mark.parametrize("others", [(), (Block,)])
-@pytest.mark.parametrize(
-    "make", [Block, with_adapter, with_hook, Masked, Transformed, Differentiated, DifferentiatedInB]
-)
-def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others):
-    """Also if the modules were split before, as when a second pipeline gets the layers of the first one."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(make())
-    (ours, reference), inputs = made, [torch.randn(5, 4) for _ in range(MICROBATCHES)]
-    split_modules([ours], WeightGradStore())
-    store = WeightGradStore()
-    split = split_modules([ours], store, others)
-    assert bool(split) == (make is not with_adapter or not others)
-    ours(inputs[0].clone().requires_grad_())  # as a pipeline does before its first step
-    expected = run(reference, inputs)
-    assert all(map(torch.equal, run(ours, inputs, store), expected))
-    for k in range(MICROBATCHES):
-        store.pop(0, k)
-    assert_same(ours, reference)
-
-
-def test_a_split_layer_that_is_called_with_two_tensors_is_refused():
-    block = Block()
-    split_modules([block], WeightGradStore(), (Block,))
-    with pytest.raises(ValueError, match="split_layers=Block cannot be split: its forward takes 2 tensors, not one"):
-        block(torch.ones(2, 4), gain=torch.ones(4))

@@ -35,13 +35,11 @@ with status 1.
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
-from megatron.zero_bubble.cli.invocation import command
+from megatron.zero_bubble.cli.invocation import command, raise_on_sigterm
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.benchmark.contestants import Contestant
@@ -65,8 +63,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
     from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_table
 
-    # SIGTERM raises an exception, so that the benchmark also ends the running training.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    raise_on_sigterm()
     is_own_training = flags.pipeline_size is None
     if is_own_training:
         flags, peers = of_own_training(flags, torch.cuda.device_count())

@@ -26,7 +26,6 @@ device, the command ends with a one-line message and status 2.
 from __future__ import annotations
 
 import gc
-import signal
 import sys
 import tempfile
 import traceback
@@ -40,7 +39,7 @@ import torch
 from megatron.zero_bubble.cli.check.arguments import PARTS, CheckFlags
 from megatron.zero_bubble.cli.check.matrix import cells, chosen
 from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
-from megatron.zero_bubble.cli.invocation import command
+from megatron.zero_bubble.cli.invocation import command, raise_on_sigterm
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.cli.trainings import one_process
@@ -115,7 +114,7 @@ def main(flags: CheckFlags) -> bool:
     """Run `zero-bubble check`, write the findings, and return whether all parts of the check passed."""
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception removes the temporary folder
+    raise_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         try:
             substitution = substitute_cuda()

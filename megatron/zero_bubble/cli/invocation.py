@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
@@ -42,6 +43,11 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
         return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def raise_on_sigterm() -> None:
+    """Let SIGTERM raise `SystemExit`, so that temporary files are removed and trainings of the command end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def command(

@@ -7,7 +7,6 @@ files to a folder, for any web server, and serves nothing.
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import webbrowser
@@ -17,7 +16,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import at_least, command
+from megatron.zero_bubble.cli.invocation import at_least, command, raise_on_sigterm
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag
@@ -46,7 +45,7 @@ def main(flags: PlaygroundFlags) -> None:
         write_site(flags.output, flags.pyodide or PYODIDE)
         print(f"wrote {flags.output}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception removes the temporary files
+    raise_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
         write_site(Path(folder), flags.pyodide or PYODIDE)
         with PlaygroundServer(folder, flags.port or 0) as server:

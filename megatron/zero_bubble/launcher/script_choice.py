@@ -18,6 +18,7 @@ from megatron.zero_bubble.launcher.script_settings import (
     divide_pattern,
     flags_of,
     one_chunk_flag,
+    placement_asked,
     refuse_chunks,
     refuse_script_settings,
     switch_off_reruns,
@@ -29,7 +30,6 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import refuse_with_schedule, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
-from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -98,9 +98,12 @@ def _allowed_layout(script: Namespace, job: JobFlags) -> str | None:
         return None
     if job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
         return None
-    entry, num_ranks = ENTRIES.get(job.schedule or ""), job.pipeline_model_parallel_size
-    kind = job.zero_bubble_placement or (None if entry is None else entry.placement)
-    if kind == "v" and not is_layout_open(job) and any(getattr(job, name) for name in WITHOUT_PARTITION):
+    num_ranks = job.pipeline_model_parallel_size
+    if (
+        placement_asked(job) == "v"
+        and not is_layout_open(job)
+        and any(getattr(job, name) for name in WITHOUT_PARTITION)
+    ):
         return to_layout(partition_of_flags(job, Placement("v", num_ranks, 2)), job.mtp_num_layers)
     if not (is_layout_open(job) or job.allow_padding_num_layers):
         return None

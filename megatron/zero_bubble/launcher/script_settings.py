@@ -91,6 +91,12 @@ def _batch_sizes(script: Namespace) -> dict[str, Any]:
     return {"rampup_batch_size": None if ramp is None or has_steps() else [int(size) for size in ramp]}
 
 
+def placement_asked(flags: JobFlags) -> str | None:
+    """Return the kind of placement that the placement flag or the schedule gives; None if neither gives one."""
+    entry = ENTRIES.get(flags.schedule or "")
+    return flags.zero_bubble_placement or (None if entry is None else entry.placement)
+
+
 def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | None = None) -> None:
     """Refuse the script's arguments that the schedule or a feature in use does not support.
 
@@ -100,9 +106,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     Raises:
         ValueError: the schedule or a feature in use does not support one of the script's arguments.
     """
-    if placement is None:
-        entry = ENTRIES.get(flags.schedule or "")
-        placement = flags.zero_bubble_placement or (None if entry is None else entry.placement)
+    placement = placement or placement_asked(flags)
     in_use = {
         Feature.POST_VALIDATION: flags.zero_bubble_post_validation,
         Feature.SCRIPT_POST_VALIDATION: flags.zero_bubble_post_validation,
