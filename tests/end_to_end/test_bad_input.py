@@ -96,7 +96,7 @@ def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     limited = ("--zero-bubble-profile-input", str(file), "--zero-bubble-memory-limit", "1KB")
     assert refusal(tmp_path, *BASE, "--zero-bubble-keep-layout", *limited) == (
         "--zero-bubble-memory-limit 1KB: schedule auto does not fit in the memory limit of 1000 bytes: "
-        "the smallest that works is 2000"
+        "the smallest that works is 2000B"
     )
 
 

@@ -49,6 +49,12 @@ def test_numbers_are_those_of_the_loop_alone(folder: Path, loop: str, settings: 
     assert numbers_of(folder, loop, settings) == expected
 
 
+def test_dropped_models_with_vocabulary_shards_are_freed(folder: Path) -> None:
+    """Although the thread of the shards' collectives goes on until the next model is built."""
+    numbers = numbers_of(folder, "searching", {"schedule": "zb-h1", "vocabulary_parallel": "on"})
+    assert [of_rank[-1] for of_rank in numbers] == ["0 models, 0 more threads"] * 2
+
+
 def test_a_loop_on_varied_lengths_goes_on_from_what_it_saved(folder: Path) -> None:
     settings, whole = SCHEDULES["verl"][1], numbers_of(folder, "verl", None)
     stopped, resumed = (numbers_of(folder, f"verl, {part}", settings) for part in ("stopped", "resumed"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit, interleaved_peaks, one_f_one_b_peaks
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit, bytes_with_unit, interleaved_peaks, one_f_one_b_peaks
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.planner.planning import uneven
@@ -47,6 +47,16 @@ def test_anything_else_is_refused_in_one_line(text):
     assert str(error.value) == (
         f"{text!r} is not a memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(1.5, "2B"), (102399, "102399B"), (102401, "101KiB"), (1095747840, "1045MiB")]
+)
+def test_a_number_of_bytes_is_printed_as_a_limit_that_is_large_enough(num_bytes, text):
+    limit = MemoryLimit.parse(text).num_bytes
+    assert bytes_with_unit(num_bytes) == text
+    assert limit is not None
+    assert num_bytes <= limit < 1.02 * num_bytes + 1
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

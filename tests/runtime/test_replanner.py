@@ -121,10 +121,10 @@ def test_every_limit_includes_what_an_operation_needs_inside(limit, room):
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        (MemoryLimit(num_bytes=99), "limit of 99 bytes: the smallest that works is 100"),
+        (MemoryLimit(num_bytes=99), "limit of 99 bytes: the smallest that works is 100B"),
         (
             MemoryLimit(multiple=0.3),
-            "limit of 30 bytes: the smallest that works is 100, or 1 times 1F1B's peak",
+            "limit of 30 bytes: the smallest that works is 100B, or 1 times 1F1B's peak",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch
 def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
     monkeypatch.setattr(replanner, "least_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=(480.0,)), memory_limit=MemoryLimit())
-    with pytest.raises(ScheduleError, match=r"limit of 450 bytes: the smallest that works is 580$"):
+    with pytest.raises(ScheduleError, match=r"limit of 450 bytes: the smallest that works is 580B$"):
         run.steps(1)
 
 

@@ -144,7 +144,7 @@ def test_what_fsdp_cannot_recompute_is_not_recomputed_where_memory_is_short() ->
 def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^--zero-bubble-memory-limit 1KiB: no layout .* fits: \d+ bytes of a rank are enough for activations",
+        match=r"^--zero-bubble-memory-limit 1KiB: no layout .* fits: \d+KiB for each rank are enough for activations",
     ):
         choose_layout(flags(zero_bubble_memory_limit="1KiB"), MODEL, None, 1024)
 

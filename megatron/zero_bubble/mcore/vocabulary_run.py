@@ -5,9 +5,11 @@ The collectives run in a lane, which is a CUDA stream or a thread beside the com
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from megatron.zero_bubble.mcore.vocabulary_model import (
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, new_lane
 from megatron.zero_bubble.schedule import Placement
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,10 @@ def open_vocabulary(
     if shard is None:
         return None
     config = get_model_config(chunks[0])
+    embedding_layer, output_layer = replacement(SummedEmbedding, chunks), replacement(HiddenOutput, chunks)
     collectives = open_collectives(groups, device, timeout)
     return VocabularyRun(
-        shard=shard,
+        shard=_weak(shard),
         collectives=collectives,
         lane=new_lane(device, collectives.close),
         first_rank=placement.rank_of(0),
@@ -87,9 +92,14 @@ def open_vocabulary(
         tensor_group=groups.tp,
         is_sequence_parallel=config.sequence_parallel,
         is_fused=config.gradient_accumulation_fusion,
-        embedding_layer=replacement(SummedEmbedding, chunks),
-        output_layer=replacement(HiddenOutput, chunks),
+        embedding_layer=None if embedding_layer is None else _weak(embedding_layer),
+        output_layer=None if output_layer is None else _weak(output_layer),
     )
+
+
+def _weak(module: _Module) -> _Module:
+    """A proxy of a part of the model that does not keep the model in memory when the training loop drops the model."""
+    return cast(_Module, weakref.proxy(module))
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,14 @@ def in_peaks(ratio: float) -> str:
     return f"{ceil(ratio * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 
+def bytes_with_unit(num_bytes: float) -> str:
+    """Return text with a number of bytes, rounded up, that a flag for a memory limit accepts, such as `1045MiB`."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= 100 * size), ("B", 1)
+    )
+    return f"{ceil(num_bytes / size)}{unit}"
+
+
 def _positive(number: str, text: str) -> float:
     try:
         value = float(number)

@@ -95,6 +95,7 @@ class ThreadLane:
                 pending.end.set_result(None)
             else:
                 pending.end.set_exception(failure)
+            del pending  # a waiting thread would keep the tensors of the last collective, and the model
 
 
 class _ThreadExchange(NamedTuple):

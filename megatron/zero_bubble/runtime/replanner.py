@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
-from megatron.zero_bubble.planner.memory_limit import in_peaks
+from megatron.zero_bubble.planner.memory_limit import bytes_with_unit, in_peaks
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
@@ -187,7 +187,7 @@ class Replanner:
                 raise
             given, limit_in_bytes = self._options.memory_limit, min(in_bytes)
             smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
-            works = str(smallest)
+            works = bytes_with_unit(smallest)
             if given is not None and given.multiple is not None:
                 works += f", or {in_peaks(given.multiple * smallest / limit_in_bytes)}"
             raise Infeasible(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any, cast
 
 from megatron.zero_bubble.mcore.refusals import works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner import Plan, all_placements, placement_for, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
+from megatron.zero_bubble.planner.memory_limit import bytes_with_unit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.device import MARGIN
@@ -168,8 +168,8 @@ def choose_layout(
     except Infeasible as error:
         memory = "activations" if request.memory_limit is not None else "states and activations"
         raise ValueError(
-            f"{limit_flag(flags)}: no layout of the layers fits: {ceil(error.smallest_limit)} bytes of a rank are "
-            f"enough for {memory}"
+            f"{limit_flag(flags)}: no layout of the layers fits: {bytes_with_unit(error.smallest_limit)} for each "
+            f"rank are enough for {memory}"
         ) from error
     return LayoutChoice(plan, on_megatrons_split(request, plan), request)
 
