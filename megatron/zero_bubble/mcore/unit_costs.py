@@ -11,6 +11,7 @@ import gc
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
@@ -36,6 +37,8 @@ _MOST_PASSES = 15
 """Maximum number of timed passes through a unit of the model."""
 _GAP_PASSES = 2
 """Number of passes through a unit of the model that measure the time between operations."""
+_PATIENCE = 60.0
+"""Seconds that a rank with an error waits for other ranks, which may wait in a collective for the failed rank."""
 
 
 def measure_model(
@@ -160,6 +163,9 @@ def as_one_rank() -> Iterator[None]:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
 
 
+_PROJECT = "megatron.zero_bubble."
+
+
 class UnmeasuredError(ValueError):
     """Raised on all ranks if a unit of the model cannot be built, or cannot be run with tokens and labels, on a rank.
 
@@ -169,12 +175,13 @@ class UnmeasuredError(ValueError):
 
 @contextmanager
 def _failing_as_unmeasured() -> Iterator[None]:
-    """Replace an error in the `with` block, except a `ValueError`, by an `UnmeasuredError`."""
+    """Replace an error in the `with` block by an `UnmeasuredError`, unless this package itself refuses settings."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:
+        *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, ValueError) and raising.f_globals["__name__"].startswith(_PROJECT):
+            raise
         problem = f"{type(error).__name__}: {one_line(error)}"
         raise UnmeasuredError(f"the costs of the model cannot be measured: {problem}") from error
 
@@ -204,7 +211,7 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
                 unit_run.run_backwards(caches)
             return time.perf_counter() - start
 
-        seconds_of_pass = jointly(first_pass)
+        seconds_of_pass = jointly(first_pass, _PATIENCE)
         passes = math.floor(min(from_all_ranks((end - time.perf_counter()) / seconds_of_pass)))
         for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
             for unit_run in unit_runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -14,17 +15,42 @@ from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_t
 T = TypeVar("T")
 
 
-def jointly(action: Callable[[], T]) -> T:
+def jointly(action: Callable[[], T], patience: float | None = None) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
+
+    Args:
+        patience: seconds that a rank on which `action` has failed waits for the end of `action` on all other ranks; no
+            limit by default. Give a limit if `action` contains collectives, in which other ranks may wait for the
+            failed rank forever.
 
     Raises:
         ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises the failed rank's
             error, so that no rank waits for the failed rank. If `action` fails on several ranks, every rank raises the
-            error of the lowest failed rank.
+            error of the lowest failed rank. After `patience` seconds, the failed rank raises the cause of its error,
+            which ends the job.
     """
     outcome, error = attempt(action)
+    if patience is not None:
+        all_end = _told_all_ranks()
+        if error is not None and not _is_true_within(patience, all_end):
+            raise error.__cause__ or error
     raise_first(from_all_ranks(error), error)
     return cast(T, outcome)
+
+
+def _told_all_ranks() -> Callable[[], bool]:
+    """Tell all ranks that this rank is here; return a function that returns whether all ranks have done so."""
+    store = dist.PrefixStore("megatron.zero_bubble/joint", dist.distributed_c10d._get_default_store())
+    key = f"call {store.add(f'calls of {dist.get_rank()}', 1)}"
+    store.add(key, 1)
+    return lambda: store.add(key, 0) == dist.get_world_size()
+
+
+def _is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return is_true
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
