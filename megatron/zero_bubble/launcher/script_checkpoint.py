@@ -139,7 +139,8 @@ class ScriptCheckpoint:
         now = _stages(placement, partition)
         was = getattr(self.arguments, _STAGES, None)
         if was is None:
-            # Saved without zero bubble, or by an earlier version, which recorded only the placement that it had chosen.
+            # The checkpoint was saved without zero bubble, or by an earlier version, which recorded only a chosen
+            # placement.
             chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
             given = getattr(self.arguments, "zero_bubble_placement", None)
             was, now = (given or ("linear" if chunks == 1 else "interleaved"), chunks), now[:2]

@@ -185,7 +185,8 @@ class PostValidation:
         if not pending.has_stepped:
             self._confirm_scales()
             self._step_again()
-        # A norm that is not finite may clip nothing, but a rank with such a norm has not stepped before its forwards.
+        # If the norm is not finite, clipping may change nothing, but the rank with the wrong gradients has withheld its
+        # step, so that forwards have used old parameters.
         return norm is not None and not math.isfinite(norm)
 
     def _step_and_keep_gradients(self) -> None:

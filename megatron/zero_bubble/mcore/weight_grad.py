@@ -79,7 +79,8 @@ class SplitWeight:
         self._reduce(weight)
 
     def _reduce(self, weight: torch.Tensor) -> None:
-        # Autograd also calls this function after a B. There is a gradient then if other operations use the weight, too.
+        # Autograd also calls this function after a B, which computes a gradient only if other operations use the
+        # weight, too.
         if self._hook is None or weight.grad is None:
             return
         if (sum_of_w := self.sums.of_running_b()) is not None:

@@ -257,7 +257,8 @@ class LayerStage:
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
         if is_trained and (self._is_checkpointed(chunk) or not any(output.spec.needs_gradient)):
-            # This microbatch may have skipped the trained layers, as with LayerDrop, unlike another microbatch.
+            # Layers may skip some microbatches, as with LayerDrop; the message has the same gradients for every
+            # microbatch.
             needs_gradient = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in output.tensors)
             return StageMessage(replace(output.spec, needs_gradient=needs_gradient), output.tensors)
         return output

@@ -94,7 +94,7 @@ class Balance:
         return max(self._ends(cuts, self._works(cuts)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
+        """Sort key that puts the best partition first: excess memory, then time, then unevenness of end times."""
         cuts = list(accumulate(partition))
         time, ends = self._time_and_ends(cuts)
         return sum(self._excess(cuts)), time, _unevenness(ends)

@@ -87,7 +87,7 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     costs, longest, through = path.costs, 0.0, -inf
     for rank in sorted(ranks, key=lambda rank: rank.first, reverse=True):
         stage = rank.first
-        # Both ways between two stages, forward and backward, take the difference of their distances from stage 0.
+        # The least time between two stages, forward and backward, is the difference of their distances from stage 0.
         distance = path.starts_f[stage] + path.ends_b[stage]
         through = max(through, distance + rank.window)
         by_work = rank.work + max(0, rank.idle - rank.recomputation - rank.vocabulary)
@@ -283,7 +283,7 @@ class _Rank:
             drain_rate = max(drain_rate, whole / (b + w), after_b / w)
             largest = max(largest, whole)
             if after_b + costs.memory_w[s] > 1e-9 * whole:
-                return 0  # the drain rate does not hold if W leaves memory allocated
+                return 0  # W leaves memory allocated: memory does not fall to 0
         if fill_rate == 0 or drain_rate == 0:
             return 0
         ramp = max(0, limit - largest)

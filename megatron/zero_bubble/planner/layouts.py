@@ -256,9 +256,9 @@ class _Search:
             return 0.0
         # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
-        limits = None if request.offloads else limits  # copies may lower the memory of a microbatch to zero
+        limits = None if request.offloads else limits  # with copies, a microbatch may take no memory
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
-        if request.post_validation or layout.recompute is Recompute.FULL:  # may run fewer R than estimated
+        if request.post_validation or layout.recompute is Recompute.FULL:  # a plan may run fewer R than estimated
             return bounds.span
         cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
         return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))

@@ -219,8 +219,8 @@ class _Repair:
         return self._order[self._num_placed : end]
 
     def _place_weight_gradient(self) -> bool:
-        """Place the first W that can run before the next operation; return whether there is one that releases
-        memory."""
+        """Place the first W that can run before the next operation; return False if no W is placed, or if it releases
+        no memory."""
         begin, first, end = self._num_placed, self._w.start, self._w.stop
         from_b = first - self._b.start
         unplaced = self._unplaced()
@@ -257,7 +257,7 @@ class _Repair:
         place = next(
             place for place, op in enumerate(unplaced, begin + 1) if op in later_of_stage or op == self._b[best]
         )
-        # An R that this repair has inserted has no position yet, and lies before the end.
+        # An R that this repair has inserted has no position yet, and is already within the replaced part.
         self._end = max(self._end, graph.position.get(self._order[place], 0))
         self._order.insert(place, self._r[best])
         self._new_drops.add(best)

@@ -43,7 +43,7 @@ NUM_VARIATIONS = 150
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
-"""The search varies this number of building blocks, the best ones so far."""
+"""Number of building blocks that the search varies: the best blocks so far."""
 RULE_VARIES = 0.15
 """Probability that a varied building block is tried with a random `GapRule` instead of its own `GapRule`."""
 

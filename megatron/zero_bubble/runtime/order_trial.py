@@ -62,8 +62,9 @@ class TrialResult:
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 
     def __str__(self) -> str:
-        decision = "goes on" if self.keeps_planned else f"gives way to {self.own_name}"
-        return f"{self.own_name} {self.own_span:.1f} ms, the planned order {self.planned_span:.1f} ms: it {decision}"
+        order = "the planned order" if self.keeps_planned else self.own_name
+        spans = f"{self.own_name} {self.own_span:.1f} ms, the planned order {self.planned_span:.1f} ms"
+        return f"{spans}: continuing with {order}"
 
 
 def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:

@@ -267,7 +267,7 @@ class Replanner:
             assert trial.own_costs is not None
             own = trial.own.schedule(trial.num_microbatches)
             self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs, own))
-            self._first_costs = self._profile.costs  # megatron-core's own order is the baseline, with equal waits
+            self._first_costs = self._profile.costs  # the order that runs is the baseline: equal waits
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
@@ -286,7 +286,7 @@ class Replanner:
             self._plan.recompute,
             self.megatrons,
             interlocks=self._plan.request.post_validation,
-            # The waits of this order, which corrections add to messages, say nothing about 1F1B.
+            # Corrections add this order's waits to the times of messages, but 1F1B may wait less or more.
             baseline_costs=replace(
                 profile.costs, time_comm=first.time_comm, latency_collective=first.latency_collective
             ),

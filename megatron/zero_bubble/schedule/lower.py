@@ -187,7 +187,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message of `channel` -> position in `order` of the computation whose result is the message before; -1 if none."""
+    """Message of `channel` -> position in `order` of the computation that makes the previous message; -1 if none."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 

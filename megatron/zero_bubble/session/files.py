@@ -70,7 +70,7 @@ def write_file(path: str | Path, text: str) -> None:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Return why `write_file` cannot write `path`; None if nothing speaks against it, so that long work may begin."""
+    """Return why `write_file` cannot write `path`; None if it probably can. Called before long work begins."""
     try:
         if path.is_dir():
             return f"{path} is a folder; name a file"

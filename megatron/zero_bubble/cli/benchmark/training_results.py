@@ -175,7 +175,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
     """Compare the losses of every schedule with the losses of the baseline; return a line for each comparison.
 
     A line shows the largest relative difference between two losses of the same iteration. The losses come from the
-    trainings of the last round. The log of a training shows each loss as the mean over a logging interval, with seven
+    training runs of the last round. The log of a run shows each loss as the mean over a logging interval, with seven
     digits.
 
     Args:
@@ -200,7 +200,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the median of `values` by the percentile bootstrap (Efron 1979).
 
-    Each value belongs to one round of trainings, and the bootstrap resamples the rounds with replacement. For fewer
+    Each value belongs to one round of training runs, and the bootstrap resamples the rounds with replacement. For fewer
     than three rounds, the function returns None.
     """
     if len(values) < 3:

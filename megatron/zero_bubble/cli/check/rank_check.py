@@ -19,7 +19,7 @@ _PROBE = "an all-reduce"
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of one training over one communication backend."""
+    """The result of one training run over one communication backend."""
 
     layout: str
     cell: str
@@ -37,7 +37,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The results of all trainings of `zero-bubble check`, over each communication backend of this machine."""
+    """The results of all training runs of `zero-bubble check`, over each communication backend of this machine."""
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
@@ -54,8 +54,8 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """Return a table with a row for each training and a column for each backend, and below the table the reasons
-        for failures."""
+        """Return a table with a row for each training run and a column for each backend, and below the table the
+        reasons for failures."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:
@@ -84,7 +84,7 @@ class RankCheck:
 
     Args:
         folder: an empty folder for the training data and for the files that the ranks write.
-        time_limit: seconds that a training may take.
+        time_limit: seconds that a training run may take.
     """
 
     has_cuda: bool
@@ -142,7 +142,7 @@ class RankCheck:
             return result("failed", ended.error, ended.log)
         if cell.compares == "nothing":
             return result("made")
-        # One queue must not change megatron-core's own numbers either.
+        # megatron-core's own numbers are compared, too: they must be equal with many hardware queues and with one.
         if cell.name == REFERENCE and not backend.one_queue:
             return result("reference")
         reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name))
