@@ -70,7 +70,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     else:
         flags = flags.of_named_schedules()
     results = compare_trainings(flags, peers)
-    document: Any = [one.as_json() for one in results]
+    document: Any = [result.as_json() for result in results]
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
         table += f"\n{loss_agreement(results)}\n"

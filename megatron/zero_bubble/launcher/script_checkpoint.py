@@ -48,12 +48,12 @@ class ScriptCheckpoint:
         is_pretrained = pretrained and not (load and Path(load, _TRACKER).is_file())
         if not (folder := pretrained if is_pretrained else load):
             return None
-        found = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
+        checkpoint = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
         newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
         has_newer = getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
         if not has_newer:
-            found._check_iteration()
-        return found if found._iteration is not None or has_newer else None
+            checkpoint._check_iteration()
+        return checkpoint if checkpoint._iteration is not None or has_newer else None
 
     def __str__(self) -> str:
         return f"{flag_name(self.name)} {getattr(self.script, self.name)}"

@@ -147,15 +147,17 @@ class CountedAttention(torch.nn.Module):
     tensor. The backward of a fused kernel repeats the first matrix product of the forward.
 
     Args:
-        own: the layer's local attention, which the `CountedAttention` replaces.
+        local_attention: the layer's local attention, which the `CountedAttention` replaces.
         kernel: the attention kernel whose memory and operations are counted.
     """
 
-    def __init__(self, own: Any, kernel: AttentionKernel) -> None:
+    def __init__(self, local_attention: Any, kernel: AttentionKernel) -> None:
         super().__init__()
-        self._kernel, self._dropout = kernel, own.attention_dropout.p
-        self._ranks = dist.get_world_size(own._group) if isinstance(own, ContextParallelAttention) else 1
-        self._window = own.scale_mask_softmax.window_size
+        self._kernel, self._dropout = kernel, local_attention.attention_dropout.p
+        self._ranks = (
+            dist.get_world_size(local_attention._group) if isinstance(local_attention, ContextParallelAttention) else 1
+        )
+        self._window = local_attention.scale_mask_softmax.window_size
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any

@@ -150,8 +150,8 @@ def _build_stages(
     layers: dict[int, torch.nn.Module] = {}
     stages, sources = [], []
     for stage in placement.stages_of(rank):
-        begin = sum(partition[:stage])
-        own = kinds[begin : begin + partition[stage]]
+        first_layer = sum(partition[:stage])
+        own = kinds[first_layer : first_layer + partition[stage]]
         for kind in {*own} - {*layers}:
             sources.append(models.build(Unit(layer=kind), store))
             [layers[kind]] = unwrap_model(sources[-1]).decoder.layers
@@ -170,7 +170,7 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Adjust the configurations of the units in `stages` to the number of layers and to recomputation.
+    """Set the number of layers and the recomputation in the configurations of the units in `stages`.
 
     Each unit of the model has its own configuration.
     """

@@ -36,7 +36,7 @@ class SplitWeight:
         self.sums = MicrobatchSums(store)
         self._hook: Callable[[], None] | None = None
         self._accumulation: Any = None
-        # A strong reference, here or to the node, would keep a weight in memory that FSDP2 replaces by its shards.
+        # A weak reference, because FSDP2 replaces the weight by its shards, and must be able to free the whole weight.
         self._weight = weakref.ref(weight)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
@@ -221,7 +221,8 @@ OWN = "is_zero_bubbles"
 
 
 def has_hooks(parameter: Any) -> bool:
-    """Tell whether the user has registered hooks with a parameter, which expect the whole gradient in the backward."""
+    """Tell whether the user has registered gradient hooks with a parameter; user hooks expect the whole gradient in
+    B."""
     after = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or not all(hasattr(hook, OWN) for hook in after)
 

@@ -129,7 +129,7 @@ class LayerStage:
             self.losses[microbatch] = output.tensors[0].detach()
         elif self._shapes_vary:
             # The gradients of these tensors will have the same shapes.
-            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.wanted]
+            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.differentiable]
         return output
 
     @contextmanager
@@ -222,8 +222,8 @@ class LayerStage:
         if message is not None:
             message.requires_grad_()
         with without_trace(self._restored_modules, self.device), self.autocast.forward():
-            given = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
-            value, before = given, versions_of(given)
+            inputs = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
+            value, before = inputs, versions_of(inputs)
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
             seen: set[Any] = set()
             for layer in self.chunks[chunk]:
@@ -235,7 +235,7 @@ class LayerStage:
                         f"layer {layer.index} ({layer.class_name}) uses a parameter of no layer of stage {stage}: make "
                         "it a module that has the parameter, or a TiedLayerSpec with forward=..."
                     )
-            if before != versions_of(given):
+            if before != versions_of(inputs):
                 # Autograd refuses in-place changes of a received tensor and of a part of a batch whose other parts are
                 # in use, so the layers get a copy.
                 self._changes_input.add(chunk)

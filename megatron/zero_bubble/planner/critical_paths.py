@@ -93,9 +93,9 @@ class OrderGraph:
         parts: list[list[int]] = [[] for _ in self.lanes]
         for op in sequence[low:high]:
             parts[self.rank_of[op]].append(op)
-        own = parts[rank]
-        ahead = first - self.position[own[0]]
-        own[ahead : ahead + end - first] = part
+        ops = parts[rank]
+        offset = first - self.position[ops[0]]
+        ops[offset : offset + end - first] = part
         ordered = self._sorted(parts)
         if not ordered:
             return False

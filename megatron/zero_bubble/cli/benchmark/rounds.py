@@ -62,7 +62,7 @@ def _run_turn(
     contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
     """Run one training under a schedule; return None if the run failed and `Contestant.is_required` is False."""
-    begin = time.monotonic()
+    start = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
     command = [*flags.launcher, *contestant.program, *competition.flags, *contestant.words, *output]
@@ -76,7 +76,7 @@ def _run_turn(
         print(f"{contestant.name} left out: {error}", file=sys.stderr)
         return None
     line = f"round {number + 1} of {flags.rounds}, {contestant.name}: {median(turn.iteration_ms):.1f} ms an iteration "
-    line += f"({time.monotonic() - begin:.0f} s)"
+    line += f"({time.monotonic() - start:.0f} s)"
     if turn.layout is not None:
         line += f"; {turn.layout}"
     if turn.pipeline_ms is not None:

@@ -188,12 +188,14 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
         pairs = [(loss, expected[at]) for at, loss in result.turns[-1].losses if at in expected]
         largest = max((abs(loss - other) / abs(other) for loss, other in pairs), default=None)
         if largest is None:
-            said = "printed no losses to compare"
+            comparison = "printed no losses to compare"
         elif largest == 0:
-            said = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
+            comparison = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
         else:
-            said = f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
-        lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {said}")
+            comparison = (
+                f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
+            )
+        lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {comparison}")
     return "\n".join(lines)
 
 

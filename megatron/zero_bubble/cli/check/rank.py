@@ -65,10 +65,10 @@ def _train(flags: Sequence[str]) -> None:
     pretrain(args, Session(job, "zero-bubble check"))
 
 
-def _note_progress(folder: Path, rank: int, what: str, title: str) -> None:
+def _note_progress(folder: Path, rank: int, event: str, title: str) -> None:
     if rank == 0:
         with open(folder / "progress.jsonl", "a") as file:
-            file.write(json.dumps([what, title, time.time()]) + "\n")
+            file.write(json.dumps([event, title, time.time()]) + "\n")
 
 
 def main(plan: Path) -> None:

@@ -152,24 +152,28 @@ class RankCheck:
         return result("equal") if difference is None else result("differs", difference)
 
 
-def find_difference(expected: Path, found: Path, compares: str) -> str | None:
+def find_difference(expected: Path, actual: Path, compares: str) -> str | None:
     """Return a description of the first difference between two files of `--log-numerics`; None if the files agree.
 
     Args:
         compares: the values to compare, as in `Cell.compares`.
     """
     everything = compares == "everything"
-    if everything and expected.read_bytes() == found.read_bytes():
+    if everything and expected.read_bytes() == actual.read_bytes():
         return None
-    ours, theirs = _numerics_of(found), _numerics_of(expected)
+    ours, theirs = _numerics_of(actual), _numerics_of(expected)
     if len(ours) != len(theirs):
         return f"{len(ours)} iterations, megatron-core's own training has {len(theirs)}"
     for our, their in zip(ours, theirs, strict=True):
         names = tuple(their) if everything else ("iteration", "lm_loss")
         different = [name for name in names if our.get(name) != their[name]]
         if compares == "rounded losses" and different == ["lm_loss"]:
-            mine, other = (float.fromhex(line["lm_loss"]) for line in (our, their))
-            different = [] if math.isclose(mine, other, rel_tol=ROUNDING) else [f"lm_loss {mine:g}, expected {other:g}"]
+            actual_loss, expected_loss = (float.fromhex(line["lm_loss"]) for line in (our, their))
+            different = (
+                []
+                if math.isclose(actual_loss, expected_loss, rel_tol=ROUNDING)
+                else [f"lm_loss {actual_loss:g}, expected {expected_loss:g}"]
+            )
         if different:
             return f"from iteration {their['iteration']}: {', '.join(different)}"
     return "all values are equal, but not the bytes of the files" if everything else None

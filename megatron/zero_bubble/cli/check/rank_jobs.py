@@ -149,16 +149,16 @@ class RankStart:
     def _results(self, titles: Sequence[str], folder: Path, error: str | None, status: int) -> dict[str, Ended]:
         results = {}
         began = 0.0
-        for what, title, at in _progress(folder):
-            if what == BEGINS:
+        for event, title, at in _progress(folder):
+            if event == BEGINS:
                 began = at
             else:
                 results[title] = Ended(at - began)
         failed = [title for title in titles if title not in results]
         if failed and (error or status):
             logs = [_log(rank, folder).read_text(errors="replace") for rank in range(self.num_ranks)]
-            said = failure_reason("\n".join(logs))
-            reason = "; ".join(filter(None, (error, said))) or f"a rank ended with status {status}"
+            reported = failure_reason("\n".join(logs))
+            reason = "; ".join(filter(None, (error, reported))) or f"a rank ended with status {status}"
             excerpts = "".join(f"rank {rank}:\n{log[-_LOG_SIZE:]}\n" for rank, log in enumerate(logs))
             ended = Ended(time.time() - began if began else 0.0, reason, excerpts)
             # Ranks that never began their first training job would not do so in another attempt either.

@@ -204,7 +204,7 @@ class EstimatedJob:
         costs = self._counted_costs(placement) if self.profile is None else _measured_costs(self.profile, placement)
         if self.profile is not None and not self.flags.vocabulary_parallel:
             costs = costs.with_whole_vocabulary()
-        if not self.flags.overlap_moe_expert_parallel_comm:  # the exchanges are then a part of F and B
+        if not self.flags.overlap_moe_expert_parallel_comm:  # exchanges are then parts of F and B
             costs = replace(costs, all_to_all_f=(), all_to_all_b=())
         return costs if self.host_rate is None else with_host_link(costs, self.host_rate, self.count.input_bytes)
 
