@@ -23,7 +23,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class SplitWeight:
-    """The weight of one or several linear layers whose gradient is computed in W; DDP is told when it is complete.
+    """The weight of one or several linear layers, whose gradient W computes; tells DDP when the gradient is complete.
 
     Args:
         weight: the parameter.

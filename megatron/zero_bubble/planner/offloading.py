@@ -48,7 +48,7 @@ class CopyRule(NamedTuple):
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Assumed duration of a copy divided by its real duration. If it is below 1, ranks may wait for copies."""
+    """Assumed duration of a copy divided by its real duration. With a value below 1, ranks may wait for copies."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
