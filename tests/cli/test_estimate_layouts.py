@@ -84,7 +84,7 @@ def test_a_layout_that_megatrons_flags_fix_is_compared_with_all_others(capsys):
     assert "--zero-bubble-placement v" in other["flags"]
     assert "--zero-bubble-placement interleaved" in answer["layout"]["flags"]
     assert any(
-        note.startswith(f"without {given} --zero-bubble would choose another layout, ") for note in answer["notes"]
+        note.startswith(f"without {given} --zero-bubble would choose another layout (") for note in answer["notes"]
     )
     assert main([*FOUR, "--schedule", "1f1b", *flags, "--vocab-size", "120000"]) == 0
     assert f"no layout is predicted to be 2% faster than with {given}" in capsys.readouterr().out

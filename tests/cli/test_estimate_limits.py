@@ -50,7 +50,7 @@ def test_without_a_limit_auto_has_that_of_a_job(capsys):
     by_default, _ = planned(capsys, "--zero-bubble")
     assert unsaid.limit == by_default.limit
     assert unsaid.timeline.schedule == by_default.timeline.schedule
-    assert note.endswith("the peak of megatron-core's own schedule, as a training with --zero-bubble has by default")
+    assert note.endswith("the peak of megatron-core's own schedule, as a job with --zero-bubble has by default")
 
 
 def test_what_does_not_fit_gets_a_row_with_what_it_needs_and_what_there_is(capsys):

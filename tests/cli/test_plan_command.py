@@ -126,7 +126,7 @@ def test_the_table_ends_with_the_flags(costs, capsys):
     assert head.split()[0] == "layout"
     assert chosen.startswith("chosen: linear")
     assert limit == "memory limit of a rank, states included: 14"
-    assert gain.startswith("as fast as, on Megatron's split: ")
+    assert gain.startswith("speed relative to Megatron's split: ")
     assert flags.startswith("flags: --pipeline-model-parallel-layout 'E")
 
 

@@ -67,7 +67,7 @@ class MemoryWritten(Change):
 
         def note(self, step, ops):
             # Forwards that run again after a wrong step take the place of those that have run.
-            changes = {one.op: one.held or 0 for one in ops}.values()
+            changes = {one.op: one.memory_change or 0 for one in ops}.values()
             most[step] = max(accumulate(changes, initial=0))
             path = run.folder / f"{run.name}-memory-{dist.get_rank()}.json"
             path.write_text(json.dumps(most))

@@ -71,7 +71,7 @@ def test_where_states_do_not_fit_layers_leave_the_full_rank_and_not_the_slowest(
     costs = ModelCosts(UnitCosts(0, 0, 0, state=3), (layer,) * 8, UnitCosts(5, 5, 5))
     linear = Placement("linear", 2)
     assert balanced_partition(Balance(costs, linear, 8)) == (7, 1)
-    assert balanced_partition(Balance(costs, linear, 8, room=6)) == (3, 5)
+    assert balanced_partition(Balance(costs, linear, 8, capacity=6)) == (3, 5)
 
 
 def test_stages_of_a_rank_are_not_lopsided_where_ranks_are_even() -> None:
@@ -118,7 +118,7 @@ def test_a_partition_is_found_where_one_fits_barely(seed: int) -> None:
     counts = product(range(num_layers + 1), repeat=placement.num_stages)
     several = [part for part in counts if sum(part) == num_layers and all(part[1:-1])]
     least = min(max(placement.sums(needed(costs, part))) for part in several)
-    balance = Balance(costs, placement, 8, room=1.02 * least)
+    balance = Balance(costs, placement, 8, capacity=1.02 * least)
     found = balanced_partition(balance)
     assert found is not None
     assert balance.excess(found) == 0

@@ -68,7 +68,7 @@ def measured(pipeline: OffloadPipeline) -> tuple[StageCosts, list[float]]:
         gathered.append((profiler.costs(offload=offload), {}))
         held = [0]
         for op in ops:
-            held.append(held[-1] + op.held)
+            held.append(held[-1] + op.memory_change)
         peaks.append(max(held))
     return combine_costs(pipeline.schedule.placement, gathered).costs, peaks
 

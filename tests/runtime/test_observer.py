@@ -84,7 +84,7 @@ def test_the_meter_of_a_step_measures_that_step_alone():
 
     clock = FakeClock()
     observer, held = StepObserver(clock), []
-    observer.sinks.append(lambda step, ops: held.append([(m.held, m.inside) for m in ops]))
+    observer.sinks.append(lambda step, ops: held.append([(m.memory_change, m.inside) for m in ops]))
     recorder = observer.start(1, Meter())
     recorder.begin(Op(OpKind.F, 0))
     recorder.end(Op(OpKind.F, 0))

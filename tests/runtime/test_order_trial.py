@@ -59,5 +59,8 @@ def test_the_planned_order_goes_on_only_if_it_is_clearly_faster(own: float, plan
 
 
 def test_a_result_says_what_was_measured_and_what_goes_on() -> None:
-    assert str(TrialResult("1f1b", 98.0, 99.0)) == "1f1b 98.0 ms, the planned order 99.0 ms: it gives way to 1f1b"
-    assert str(TrialResult("1f1b", 100.0, 90.0)) == "1f1b 100.0 ms, the planned order 90.0 ms: it goes on"
+    assert str(TrialResult("1f1b", 98.0, 99.0)) == "1f1b 98.0 ms, the planned order 99.0 ms: continuing with 1f1b"
+    assert (
+        str(TrialResult("1f1b", 100.0, 90.0))
+        == "1f1b 100.0 ms, the planned order 90.0 ms: continuing with the planned order"
+    )

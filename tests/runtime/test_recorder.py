@@ -124,7 +124,7 @@ def test_a_meter_is_asked_outside_of_the_measured_time():
     recorder.begin(F0)
     recorder.end(F0)
     assert meter.calls == [("begin F0", 0), ("end F0", 2)]
-    assert recorder.take() == [MeasuredOp(F0, 10.0, 20.0, held=7, inside=2)]
+    assert recorder.take() == [MeasuredOp(F0, 10.0, 20.0, memory_change=7, inside=2)]
 
 
 def test_the_clock_of_a_cpu_is_the_hosts():

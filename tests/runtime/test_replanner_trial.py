@@ -21,9 +21,9 @@ def test_megatrons_own_order_is_tried_once_and_goes_on_if_it_is_faster(fused: fl
     assert run.plan.schedule(2).name == kept
     *_, report = run.reports
     assert report.trial is not None
-    assert (report.trial.own_name, report.step) == ("1f1b", 27)
+    assert (report.trial.baseline_name, report.step) == ("1f1b", 27)
     assert report.trial.planned_span == pytest.approx(6.0)
-    assert report.trial.own_span == pytest.approx(2 * (1 + 2 * fused))
+    assert report.trial.baseline_span == pytest.approx(2 * (1 + 2 * fused))
     gain = fused if kept == "auto" else 1.0
     assert report.prediction.gain.times == pytest.approx((1 + 2 * gain) / 3 if kept == "auto" else 1.0)
     assert not report.prediction.gain.is_over_other_layout
@@ -112,4 +112,4 @@ def test_a_machine_that_slows_down_steadily_favours_neither_order() -> None:
         run.steps(8, (time, time, time))
     trial = run.reports[-1].trial
     assert trial is not None
-    assert trial.planned_span == pytest.approx(trial.own_span)
+    assert trial.planned_span == pytest.approx(trial.baseline_span)

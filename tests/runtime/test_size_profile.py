@@ -14,9 +14,9 @@ USUAL = StageCosts.uniform(2, time_comm=0.5)
 
 
 def measured(
-    kind: OpKind, microbatch: int, milliseconds: float, held: float | None = None, inside: int = 0
+    kind: OpKind, microbatch: int, milliseconds: float, memory_change: float | None = None, inside: int = 0
 ) -> MeasuredOp:
-    return MeasuredOp(Op(kind, microbatch), 1.0, 1.0 + milliseconds / 1000, held, inside)
+    return MeasuredOp(Op(kind, microbatch), 1.0, 1.0 + milliseconds / 1000, memory_change, inside)
 
 
 def fitted(ops: list[MeasuredOp], sizes: list[MicrobatchSize] | None = None) -> SizedCosts:
@@ -83,8 +83,8 @@ def test_what_a_forward_drops_counts_as_kept():
     profile = SizeProfile(Placement("linear", 2), 0)
     profile.note(1, SIZES)
     profile.collect(1, ops)
-    assert [sample.held for sample in profile._samples[0, OpKind.F]] == [12.0]
-    assert [sample.held for sample in profile._samples[0, OpKind.R]] == [7.0]
+    assert [sample.memory_change for sample in profile._samples[0, OpKind.F]] == [12.0]
+    assert [sample.memory_change for sample in profile._samples[0, OpKind.R]] == [7.0]
 
 
 def test_memory_inside_is_that_of_the_operation_that_needs_the_most():

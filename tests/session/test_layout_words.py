@@ -34,7 +34,7 @@ def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
         "--zero-bubble-seed-by-layer --zero-bubble-vocabulary-parallel off"
     )
     times = found.megatrons[0].time / found.plan.time
-    assert lines[-2].startswith(f"     as fast as, with Megatron's split: {times:.3f} times auto, ")
+    assert lines[-2].startswith(f"     speed relative to Megatron's split: {times:.3f} under auto, ")
 
 
 def test_a_hybrid_layout_is_shown_and_repeated_by_its_symbols() -> None:

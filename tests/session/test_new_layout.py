@@ -77,7 +77,7 @@ def test_shards_are_kept_if_the_rehearsal_is_as_fast_as_the_plan(choose, capsys)
     )
     assert speeds
     assert speeds.groups() == ("1.500", "1.000")
-    assert re.search(r"as fast as, with Megatron's split: 1\.[34]\d\d times auto, 1\.500 times 1f1b$", printed, re.M)
+    assert re.search(r"speed relative to Megatron's split: 1\.[34]\d\d under auto, 1\.500 under 1f1b$", printed, re.M)
 
 
 def test_other_layouts_with_shards_are_corrected_like_the_rehearsed_one(choose, capsys):

@@ -39,7 +39,7 @@ def test_a_corrected_plan_says_what_the_one_before_had_wrong():
 
 def test_a_trial_of_both_orders_says_what_was_measured():
     lines = describe_plan(Report(PREDICTION, True, None, 22, trial=TrialResult("1f1b", 98.0, 99.0))).splitlines()
-    assert lines[1] == "     measured in both orders: 1f1b 98.0 ms, the planned order 99.0 ms: it gives way to 1f1b"
+    assert lines[1] == "     measured in both orders: 1f1b 98.0 ms, the planned order 99.0 ms: continuing with 1f1b"
 
 
 def test_the_block_tells_what_r_takes_and_restores_where_anything_is_recomputed():

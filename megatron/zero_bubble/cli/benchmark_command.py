@@ -5,7 +5,7 @@
 
 Without --pipeline-size, the benchmark runs your own training on this machine under megatron-core's 1F1B, under
 megatron-core's interleaved schedule with 2 and with 4 chunks a rank and with your own chunks or layout, and under
---zero-bubble. The benchmark then recommends a schedule and shows its speedup. The trainings of the benchmark load no
+--zero-bubble. The benchmark then recommends a schedule and shows its speedup. The benchmark's jobs load no
 checkpoint, save nothing and evaluate nothing. If the training refuses an interleaved schedule, the benchmark leaves the
 schedule out and prints the reason. Zero-bubble flags after `--` apply only to the training under --zero-bubble. A
 script after `--` must train with Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`).
@@ -29,7 +29,7 @@ The column `memory (MiB)` shows the allocator's peak on the fullest GPU or, with
 largest process, its libraries included. With `--losses`, the benchmark also prints the largest relative difference
 between the losses of every schedule and the losses of 1F1B.
 
-A mistake in the flags ends the command with a one-line message and exit status 2. A failed training ends the command
+A mistake in the flags ends the command with a one-line message and exit status 2. A failed job ends the command
 with status 1.
 """
 
@@ -70,7 +70,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     else:
         flags = flags.of_named_schedules()
     results = compare_trainings(flags, peers)
-    document: Any = [one.as_json() for one in results]
+    document: Any = [result.as_json() for result in results]
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
         table += f"\n{loss_agreement(results)}\n"

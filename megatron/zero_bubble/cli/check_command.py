@@ -13,12 +13,12 @@ stages    One stage from the middle of each model of the zero-bubble paper runs 
           peak of the activations plus the temporary memory of one operation. With --transformer-impl transformer_engine
           the layers are Transformer Engine's.
 ranks     Four processes share the device and train: over gloo through host memory and, where NCCL allows shared
-          devices, also over NCCL. The trainings run with many hardware queues and with one hardware queue. The
+          devices, also over NCCL. All jobs run with many hardware queues and with one hardware queue. The
           --log-numerics files of our schedules must equal the files of megatron-core's own schedule byte for byte. With
           the V placement, only the losses must be equal. With vocabulary shards, losses may differ by 1%.
 
 At the end the command prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
-differ, a training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
+differ, a job fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
 simulation by more than 5%, or a stage does not fit on the device. After a mistake in the flags, or without a CUDA
 device, the command ends with a one-line message and status 2.
 """

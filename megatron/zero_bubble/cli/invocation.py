@@ -46,7 +46,7 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM raise `SystemExit`, so that temporary files are removed and trainings of the command end."""
+    """Let SIGTERM raise `SystemExit`, so that temporary files are removed and training runs of the command end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

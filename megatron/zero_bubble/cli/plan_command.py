@@ -5,7 +5,7 @@
 
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --own-layers 9,8,8,7
 
-The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
+The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a job
 writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then plans of other
 combinations of placement, recomputation and vocabulary sharding. A combination that is clearly slower has only a draft
 plan; give its flags, such as --placement, for its best plan. The last rows of the table show Megatron's split of the
@@ -239,7 +239,7 @@ def _as_text(request: PlanRequest, chosen: Plan, usual: Sequence[Plan], flags: P
     limit = "no limit" if request.capacity is None else f"{request.capacity:.6g}"
     lines = [f"memory limit of a rank, states included: {limit}"]
     if usual:
-        lines.append(f"as fast as, on {flags.usual_name}: {gain_words(chosen, usual)}")
+        lines.append(f"speed relative to {flags.usual_name}: {gain_words(chosen, usual)}")
     lines.append(f"flags: {_chosen_flags(chosen.layout)}")
     rows = named_plans(chosen, usual, flags.usual_name)
     return table_of(columns, rows, markdown=flags.markdown) + "\n".join(lines) + "\n"

@@ -34,12 +34,13 @@ class CommandFlags:
     def __post_init__(self) -> None:
         """Raise `ValueError` with a message of one line if the flags contradict each other."""
 
-    def refuse(self, names: Sequence[str], given: str) -> None:
-        """Raise `ValueError` if a flag of `names` is given with the flag that the text `given` names."""
+    def refuse(self, names: Sequence[str], cause: str) -> None:
+        """Raise `ValueError` if any flag of `names` is given; `cause` ends the message: the flag that excludes the
+        others."""
         for name in names:
             value = getattr(self, name)
             if value is not None and value is not False:
-                raise ValueError(f"argument {flag_name(name)}: not allowed with {given}")
+                raise ValueError(f"argument {flag_name(name)}: not allowed with {cause}")
 
 
 def check_output(path: Path | None, name: str = "--output") -> None:
@@ -101,9 +102,9 @@ class SizeFlags(CommandFlags):
     )
 
 
-def time_flag(what: str, default: str = "1") -> Any:
-    """Return the flag for the time of F, B or W; `what` describes the operation in the help text."""
-    return flag(f"time of {what} of a microbatch (default: {default})", parse=numbers(above=0), metavar="T")
+def time_flag(operation: str, default: str = "1") -> Any:
+    """Return the flag for the time of F, B or W; `operation` describes the operation in the help text."""
+    return flag(f"time of {operation} of a microbatch (default: {default})", parse=numbers(above=0), metavar="T")
 
 
 def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:

@@ -1,4 +1,5 @@
-"""Builds a training's arguments and models from pretrain_gpt.py's flags, for measurements and estimates of a job."""
+"""Builds a training run's arguments and models from pretrain_gpt.py's flags, for measurements and estimates of a
+job."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def complete_training(
     flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool, for_this_machine: bool = True
 ) -> tuple[Arguments, JobSettings]:
-    """Return the arguments and job settings with which a training with `flags` on `world_size` ranks would start.
+    """Return the arguments and job settings with which a training run with `flags` on `world_size` ranks would start.
 
     The returned arguments include the padded size of the vocabulary.
 
@@ -49,13 +50,14 @@ def complete_training(
 
 
 def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool) -> Arguments:
-    """Return the arguments with which a training with `flags` would start on this machine; see `complete_training`."""
+    """Return the arguments with which a training run with `flags` would start on this machine; see
+    `complete_training`."""
     args, _ = complete_training(flags, world_size, prog, has_cuda=has_cuda)
     return args
 
 
 def failure_reason(log: str) -> str | None:
-    """Return the first error message in a training's log or, without a message, the line of the first exception."""
+    """Return the first error message in a training run's log or, without a message, the line of the first exception."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:

@@ -169,11 +169,11 @@ class ScriptHooks:
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that post-validation and hierarchical SGD share."""
-        whose = "the optimizer for post-validation and for the averaging of replicas"
+        single = "the optimizer for post-validation and for the averaging of replicas"
         chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
-        for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
+        for function, optimizer in ((":get_megatron_optimizer", single), (".muon:get_megatron_muon_optimizer", chain)):
             path = f"megatron.core.optimizer{function}()"
-            yield Hook(path, f"keeps {kept}", partial(self._in_script, Run.keep_optimizer))
+            yield Hook(path, f"keeps {optimizer}", partial(self._in_script, Run.keep_optimizer))
         yield Hook(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)",
             "reports the schedule's step; validates the step if its gradient norm is logged; then averages replicas",

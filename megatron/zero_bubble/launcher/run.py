@@ -259,7 +259,7 @@ class Run:
             write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *_writers())
             order, waits = order_fields(run.step_plans.take_times()), wait_fields(self.session.replicas.take_waits())
             call["message"] += idle_fields(measured.idle, predicted) + order + waits
-            if self.session.num_steps > 1:  # The first iteration also warms up.
+            if self.session.num_steps > 1:  # The slow first step is not counted.
                 self._summary.record(int(match[1]), float(match[2]), measured, prediction)
         return call.proceed()
 

@@ -48,12 +48,12 @@ class ScriptCheckpoint:
         is_pretrained = pretrained and not (load and Path(load, _TRACKER).is_file())
         if not (folder := pretrained if is_pretrained else load):
             return None
-        found = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
+        checkpoint = cls(script, "pretrained_checkpoint" if is_pretrained else "load")
         newer = getattr(script, "non_persistent_global_ckpt_dir", None) or Path(folder, "non_persistent")
         has_newer = getattr(script, "non_persistent_ckpt_type", None) == "global" and Path(newer, _TRACKER).is_file()
         if not has_newer:
-            found._check_iteration()
-        return found if found._iteration is not None or has_newer else None
+            checkpoint._check_iteration()
+        return checkpoint if checkpoint._iteration is not None or has_newer else None
 
     def __str__(self) -> str:
         return f"{flag_name(self.name)} {getattr(self.script, self.name)}"
@@ -139,7 +139,8 @@ class ScriptCheckpoint:
         now = _stages(placement, partition)
         was = getattr(self.arguments, _STAGES, None)
         if was is None:
-            # Saved without zero bubble, or by an earlier version, which recorded only the placement that it had chosen.
+            # The checkpoint was saved without zero bubble, or by an earlier version, which recorded only a chosen
+            # placement.
             chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
             given = getattr(self.arguments, "zero_bubble_placement", None)
             was, now = (given or ("linear" if chunks == 1 else "interleaved"), chunks), now[:2]

@@ -71,10 +71,10 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
             return call.proceed()
     if layout is None:
         return call.proceed()
-    given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
+    settings = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
     if not is_layout_open(job):
-        given |= {name: value for name, value in WITHOUT_PARTITION.items() if hasattr(script, name)}
-    before = change_settings(script, given)
+        settings |= {name: value for name, value in WITHOUT_PARTITION.items() if hasattr(script, name)}
+    before = change_settings(script, settings)
     result = call.proceed()
     if is_layout_open(job):
         vars(script).update(before)
@@ -244,8 +244,8 @@ def _refuse_one_chunk(function: str | None, flags: JobFlags) -> None:
 def _one_chunk_function(setup: Call, data_provider: Callable[..., Any] | None) -> str | None:
     """Return the name of the script's function that supports only one model chunk a rank; None without such a function.
 
-    Megatron-LM passes the chunk's number to both functions of a script as `vp_stage`. The function that makes the
-    datasets needs a parameter of that name.
+    Megatron-LM passes the chunk's number as the argument `vp_stage` to the function that builds the model and to the
+    function that makes the datasets; each of them needs a parameter `vp_stage` for several chunks.
     """
     provider = setup["model_provider_func"]
     if provider is not None and getattr(setup.get("cfg_container"), "model", None) is None:

@@ -118,20 +118,20 @@ class ScriptStages:
     def _stage_of(self, chunk: int) -> int:
         return self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
-    def is_stage(self, call: Call, wanted: int) -> bool:
-        """Return whether the current stage is the stage `wanted`, where -1 stands for the last stage.
+    def is_stage(self, call: Call, stage: int) -> bool:
+        """Return whether the current stage is `stage`; -1 stands for the last stage.
 
         In a V placement, the current stage is the stage whose forward step runs. If no forward step runs, the current
         stage is the stage of the chunk `vp_stage`. In a placement other than a V placement, `is_stage` returns the
         result of megatron-core's own function. `is_stage` also returns megatron-core's result if no forward step runs
         and `vp_stage` is None or `ignore_virtual` is set.
         """
-        wanted %= self._placement.num_stages
+        stage %= self._placement.num_stages
         if self._running is not None:
-            return self._running == wanted
+            return self._running == stage
         if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:
             return call.proceed()
-        return self._stage_of(call["vp_stage"]) == wanted
+        return self._stage_of(call["vp_stage"]) == stage
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """In a V placement, wrap the script's forward step, so that `is_stage` knows the stage whose forward runs."""

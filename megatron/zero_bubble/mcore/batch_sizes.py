@@ -50,7 +50,7 @@ def ramp_as_steps(ramp: Sequence[int], largest: int) -> str:
     sizes = {}
     for step in range(num_steps + 1):
         threshold = floor(step * length)
-        while threshold / length < step:  # as megatron-core's ramp computes the step of a number of sequences
+        while threshold / length < step:  # megatron-core's ramp computes the step in the same way
             threshold += 1
         sizes[threshold] = start + step * increment
     return " ".join(f"{threshold}:{size}" for threshold, size in sizes.items())

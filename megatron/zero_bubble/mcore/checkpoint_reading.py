@@ -126,7 +126,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
         CheckpointError: raised on every rank, if a requested part is missing, is damaged or has an unexpected type, or
             if the checkpoint has a model tensor that no rank requests.
     """
-    asked: set[str] = set()
+    requested: set[str] = set()
 
     def load_part() -> dict[str, Any]:
         # The reader of the shared part is a method up to megatron-core 0.16, a function from 0.17 on, and another
@@ -136,7 +136,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
         try:
             with (
                 replaced(torch_dist, "_get_filesystem_reader", lambda folder, *_, **__: _Reader(metadata, folder)),
-                replaced(torch_dist, "MCoreLoadPlanner", partial(_Planner, asked)),
+                replaced(torch_dist, "MCoreLoadPlanner", partial(_Planner, requested)),
                 replaced(owner, name, lambda *args: read_common(args[-1])),
             ):
                 return dist_checkpointing.load(request, str(folder))
@@ -146,13 +146,13 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
             raise CheckpointError(first_sentence(reason)) from error
 
     state = jointly(load_part)
-    _refuse_unused(metadata, asked)
+    _refuse_unused(metadata, requested)
     return state
 
 
-def _refuse_unused(metadata: Metadata, asked: set[str]) -> None:
+def _refuse_unused(metadata: Metadata, requested: set[str]) -> None:
     """Raise `CheckpointError` on every rank, if the checkpoint has model tensors that no rank requests."""
-    names = set().union(*from_all_ranks(asked))
+    names = set().union(*from_all_ranks(requested))
     modules = {name.split(".")[0] for name in names} - {"optimizer"}
     unused = [
         name
@@ -232,13 +232,13 @@ class _Reader(FileSystemReader):
 class _Planner(torch_dist.MCoreLoadPlanner):
     """megatron-core's load planner, changed to report missing parts in one line and to unpickle only safe classes."""
 
-    def __init__(self, asked: set[str], *arguments: Any, **options: Any) -> None:
+    def __init__(self, requested: set[str], *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._asked = asked
+        self._requested = requested
         """Collects the names of the parts that this rank asks for."""
 
     def create_local_plan(self) -> LoadPlan:
-        self._asked.update(self.state_dict)
+        self._requested.update(self.state_dict)
         missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
         if missing:
             more = _and_others(missing)

@@ -65,7 +65,8 @@ class _NoLayer:
 
 @contextmanager
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
-    """Let forwards inside the `with` block drop or keep the activations of checkpointed blocks, as `Blocks.mode` says.
+    """Let forwards inside the `with` block drop or keep the activations of checkpointed blocks, depending on
+    `Blocks.mode`.
 
     If `store` or `store.current` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
@@ -105,7 +106,7 @@ def _run_block(
     distribute_saved: bool,
     *inputs: Any,
 ) -> Any:
-    """Run the forward of a block, and drop or keep the block's activations, as `blocks.mode` says.
+    """Run the forward of a block, and drop or keep the block's activations, depending on `blocks.mode`.
 
     Activation checkpoints inside the block use `original`, which is megatron-core's own `CheckpointFunction`.
     """

@@ -136,7 +136,7 @@ class EvenDispatcher:
 
 
 def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Stand in for `apply_rotary_pos_emb` with an operator that keeps no tensors for its backward."""
+    """Replacement of `apply_rotary_pos_emb`; its operator keeps no tensors for the backward."""
     return _kernel(t.shape, t)
 
 
@@ -147,15 +147,17 @@ class CountedAttention(torch.nn.Module):
     tensor. The backward of a fused kernel repeats the first matrix product of the forward.
 
     Args:
-        own: the layer's local attention, which the `CountedAttention` replaces.
+        local_attention: the layer's local attention, which the `CountedAttention` replaces.
         kernel: the attention kernel whose memory and operations are counted.
     """
 
-    def __init__(self, own: Any, kernel: AttentionKernel) -> None:
+    def __init__(self, local_attention: Any, kernel: AttentionKernel) -> None:
         super().__init__()
-        self._kernel, self._dropout = kernel, own.attention_dropout.p
-        self._ranks = dist.get_world_size(own._group) if isinstance(own, ContextParallelAttention) else 1
-        self._window = own.scale_mask_softmax.window_size
+        self._kernel, self._dropout = kernel, local_attention.attention_dropout.p
+        self._ranks = (
+            dist.get_world_size(local_attention._group) if isinstance(local_attention, ContextParallelAttention) else 1
+        )
+        self._window = local_attention.scale_mask_softmax.window_size
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
@@ -222,7 +224,7 @@ def convolution_backward_flops(*arguments: Any, out_shape: Any, **_: Any) -> flo
 
 
 class _Kernel(torch.autograd.Function):
-    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`.
+    """An autograd function whose output has the shape `shape`, and which keeps the tensors `kept` for its backward.
 
     Args:
         flops: numbers of operations of the forward and of the backward.
@@ -246,12 +248,13 @@ def _kernel(shape: Any, *inputs: torch.Tensor, kept: Any = (), flops: Any = (0.0
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Stand in for a norm with an operator that keeps only the norm's input for its backward."""
+    """Replacement of a norm's forward; its operator keeps only the norm's input for the backward."""
     return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the fused kernel of `mamba_ssm`, with the number of operations that Megatron-LM estimates."""
+    """Replacement of the fused kernel of `mamba_ssm`; counts the operations that Megatron-LM estimates for the
+    kernel."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
@@ -264,10 +267,10 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`, with the number of operations that Megatron-LM estimates."""
+    """Replacement of the gated delta rule of `fla`; counts the operations that Megatron-LM estimates for the rule."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
-    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens
+    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last tensor has a matrix for every 64 tokens
     return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=(flops, 2 * flops)), None
 
 

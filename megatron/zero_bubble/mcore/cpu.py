@@ -271,7 +271,7 @@ def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CompleteWork:
-    """Stands for a CUDA stream on which all work is complete, or for a CUDA event that has happened."""
+    """Replaces a CUDA stream or a CUDA event on a CPU, where all launched work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

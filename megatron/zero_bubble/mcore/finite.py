@@ -50,7 +50,7 @@ class _Finding:
     position: tuple[int, int]
     """Sort key among the values of one kind: a value that is computed or used earlier has a smaller key."""
     rank: int
-    what: str
+    description: str
 
 
 @dataclass(eq=False)
@@ -124,10 +124,12 @@ class FiniteCheck:
 
     def _end(self, occasion: str, finding: _Finding | None, group: dist.ProcessGroup | None = None) -> NoReturn:
         present = [each for each in from_all_ranks(finding, group) if each is not None]
-        what = f"{min(present).what} on rank {min(present).rank}" if present else "the norm of all gradients"
+        description = (
+            f"{min(present).description} on rank {min(present).rank}" if present else "the norm of all gradients"
+        )
         raise self.error(
-            f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "
-            f"to continue in spite of it, give {SWITCH_OFF}"
+            f"{occasion}: {description} is not finite: the training ends before this changes parameters or a "
+            f"checkpoint; to continue in spite of it, give {SWITCH_OFF}"
         )
 
     def _find_weight_or_loss(self) -> _Finding | None:
@@ -148,8 +150,8 @@ class FiniteCheck:
         for (stage, index), name, parameter in reversed(list(self._parameters())):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is not None and _is_wrong(gradient):
-                what = f"the gradient of {name} ({_value(gradient)})"
-                return _Finding(2, (-stage, -index), dist.get_rank(), what)
+                description = f"the gradient of {name} ({_value(gradient)})"
+                return _Finding(2, (-stage, -index), dist.get_rank(), description)
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:

@@ -133,8 +133,8 @@ def _forward_impl(
     Args:
         layer: the linear layer.
         split_weight: the layer's own weight.
-        unsplit: megatron-core's `_forward_impl`. It runs if the weight is frozen, or is not the layer's own weight but,
-            for example, a sum of this weight and an adapter's. Under FSDP2, the own weight is the gathered copy.
+        unsplit: megatron-core's `_forward_impl`, which runs if `weight` is frozen or is not the layer's own parameter
+            (under FSDP2, the gathered copy) but, for example, a sum of this parameter and an adapter's weight.
     """
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"

@@ -53,7 +53,7 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
     shapes, size = cast("Any", symbolic_shapes), math.lcm(tensor * context, expert_tensor * expert)
     with contextlib.ExitStack() as changes:
         changes.callback(torch.set_rng_state, torch.get_rng_state())
-        changes.callback(setattr, sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
+        changes.callback(setattr, sys, "excepthook", sys.excepthook)  # `init_process_group` replaces the hook
         # Nothing may run on a CUDA device of this machine.
         changes.callback(CpuSubstitution(ENVIRONMENT, substitutions()).restore)
         changes.callback(CpuSubstitution({}, _substitutions()).restore)
@@ -70,7 +70,8 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         with (
             torch.compiler.set_stance("force_eager"),
-            # `nonzero` of a mask then has a shape; the counts do not depend on the values of masks.
+            # Give `nonzero` of a mask a shape, although a mask on the meta device has no values; the counts need no
+            # values.
             shapes.patch(meta_nonzero_assume_all_nonzero=True),
         ):
             yield

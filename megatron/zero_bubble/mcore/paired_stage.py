@@ -81,7 +81,7 @@ class PairedStage(MegatronStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A field and a parameter of megatron-core from 0.18 on.
+        # `high_priority_a2a_comm_stream` and the parameter `high_priority` exist from megatron-core 0.18 on.
         is_high = getattr(self.call.config, "high_priority_a2a_comm_stream", False)
         set_streams(**({"high_priority": True} if is_high else {}))
 

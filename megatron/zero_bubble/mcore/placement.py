@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Stands in for the pipeline group while a chunk is built; megatron-core builds the chunk for rank `position`."""
+    """Replaces the pipeline group while a chunk is built; megatron-core builds the chunk for rank `position`."""
 
     position: int
     num_ranks: int

@@ -121,10 +121,10 @@ class PostValidation:
         waits = self._recent.next_waits
         has_stepped = not self._is_wrong(flags, [norm for norm, _ in norms]) and not waits
         reductions = [dist.all_reduce(norm, group=group, async_op=True) for norm, group in norms]
-        found = [torch.cat([flag, torch.full_like(flag, float(has_stepped))]) for flag, _ in flags]
-        for both, (_, optimizer) in zip(found, flags, strict=True):
+        found_inf = [torch.cat([flag, torch.full_like(flag, float(has_stepped))]) for flag, _ in flags]
+        for flag_and_step, (_, optimizer) in zip(found_inf, flags, strict=True):
             group = optimizer.get_grad_stats_parallel_group()
-            reductions.append(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True))
+            reductions.append(dist.all_reduce(flag_and_step, dist.ReduceOp.MAX, group=group, async_op=True))
         scales = [scaler.state_dict() for scaler in self._scalers()]
         if has_stepped:
             self._rollback.before_step()
@@ -132,7 +132,7 @@ class PostValidation:
             self._step_and_keep_gradients()
         settings = settings_of(self._optimizer.param_groups)
         squared_norms = [norm for norm, _ in norms]
-        self._pending = _Pending(has_stepped, waits, squared_norms, found, reductions, scales, settings)
+        self._pending = _Pending(has_stepped, waits, squared_norms, found_inf, reductions, scales, settings)
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
@@ -185,7 +185,8 @@ class PostValidation:
         if not pending.has_stepped:
             self._confirm_scales()
             self._step_again()
-        # A norm that is not finite may clip nothing, but a rank with such a norm has not stepped before its forwards.
+        # If the norm is not finite, clipping may change nothing, but the rank with the wrong gradients has withheld its
+        # step, so that forwards have used old parameters.
         return norm is not None and not math.isfinite(norm)
 
     def _step_and_keep_gradients(self) -> None:

@@ -58,11 +58,11 @@ def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, 
 
 
 class ModelOutput:
-    """Stands for the output of a model that has not run."""
+    """Placeholder for the output of a model that has not run."""
 
 
 class _Recorder:
-    """Stands in for a model: has the model's attributes and class, and records calls without running the model."""
+    """Replaces a model: has the model's attributes and class, and records calls without running the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         object.__setattr__(self, "model", model)

@@ -57,17 +57,17 @@ _FINITE = Condition(lambda value, settings: value is not None and math.isfinite(
 _DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
 _MLP_WITH_BIASES = _on_and(
     "`mlp` with biases",
-    lambda it: it.recompute_granularity == "selective" and "mlp" in it.recompute_modules and it.add_bias_linear,
+    lambda args: args.recompute_granularity == "selective" and "mlp" in args.recompute_modules and args.add_bias_linear,
 )
 _TIMED = Condition(
-    lambda value, it: value == 2 or (value == 1 and getattr(it, "barrier_with_L1_time", False)),
+    lambda value, args: value == 2 or (value == 1 and getattr(args, "barrier_with_L1_time", False)),
     "2, or 1 without `--no-barrier-with-level-1-timing`",
 )
 _GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
-_DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
+_DELAYED = _on_and("with the recipe `delayed`", lambda args: getattr(args, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
     "with local attention",
-    lambda it: getattr(it, "transformer_impl", None) == "local" and not getattr(it, "spec", None),
+    lambda args: getattr(args, "transformer_impl", None) == "local" and not getattr(args, "spec", None),
 )
 
 

@@ -150,13 +150,13 @@ def _build_stages(
     layers: dict[int, torch.nn.Module] = {}
     stages, sources = [], []
     for stage in placement.stages_of(rank):
-        begin = sum(partition[:stage])
-        own = kinds[begin : begin + partition[stage]]
+        first_layer = sum(partition[:stage])
+        own = kinds[first_layer : first_layer + partition[stage]]
         for kind in {*own} - {*layers}:
             sources.append(models.build(Unit(layer=kind), store))
             [layers[kind]] = unwrap_model(sources[-1]).decoder.layers
         is_last = stage == placement.num_stages - 1
-        # A stage in between has at least one layer.
+        # A stage between the first and the last has at least one layer.
         unit = Unit(embeds=stage == 0, is_last=is_last) if stage == 0 or is_last else Unit(layer=own[0])
         model = models.build(unit, store)
         stack: Any = unwrap_model(model).decoder
@@ -170,7 +170,7 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Adjust the configurations of the units in `stages` to the number of layers and to recomputation.
+    """Set the number of layers and the recomputation in the configurations of the units in `stages`.
 
     Each unit of the model has its own configuration.
     """
@@ -178,8 +178,9 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
     given = (getattr(module, "config", None) for module in modules)
     configs = {id(config): config for config in given if isinstance(config, TransformerConfig)}.values()
-    # megatron-core collects the losses of experts in one tensor, and those of multi-token prediction at its end. The
-    # configuration of the first layer that runs determines the size: the sum of the two numbers of layers.
+    # megatron-core collects the auxiliary losses of experts in one tensor with an entry for each layer; the layers of
+    # multi-token prediction have the last entries. The first layer that runs creates the tensor, of the size in its own
+    # configuration: the decoder's layers plus the layers of multi-token prediction.
     further = [config.mtp_num_layers or 0 for config in configs]
     size = max(last, *(config.num_layers for config in configs)) + max(further)
     for config, number in zip(configs, further, strict=True):

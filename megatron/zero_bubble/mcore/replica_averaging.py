@@ -96,7 +96,7 @@ class ReplicaAveraging:
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True
-        # This group is one rank, or with context parallelism the ranks that hold parts of the same sequences.
+        # The context-parallel group has the ranks of one replica: a single rank without context parallelism.
         replica = parallel_state.get_context_parallel_group()
         for chunk in self.chunks:
             assert not chunk.expert_parallel_bucket_groups, "experts that replicas share"

@@ -44,8 +44,8 @@ class _Read(NamedTuple):
 class RewindableIterator:
     """An iterator over `source` that can go back to its beginning once.
 
-    Data may be random, for example masked at random. An item that is returned again leaves the CPU's generators as the
-    source has left them, if they have the states that they had before the source was read.
+    Data may be random, for example masked at random. Reading an item again also repeats the item's effect on the CPU's
+    random generators, if the generators have the states that they had before the first reading.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:

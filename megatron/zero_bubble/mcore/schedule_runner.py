@@ -85,7 +85,7 @@ class ForwardBackward:
                 f"schedule {plan.name} has {chunks} chunks a rank, the WeightGradStore {store.num_chunks}"
             )
         self._store = store
-        # Where the schedule has no R, B recomputes as the model's configuration says.
+        # If the schedule has no R, B recomputes as the model's configuration requires.
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
@@ -229,7 +229,7 @@ class ForwardBackward:
         except BaseException:
             self._has_lost_messages = self.running.plan.placement.num_ranks > 1
             self.observer.drop()
-            with suppress(Exception):  # the error of the step is the one to report
+            with suppress(Exception):  # an error here must not replace the error of the step
                 stage.leave()
             self._last_executor = None
             raise

@@ -103,7 +103,7 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
             lose the gradients that W computes.
     """
     for name, value, row in unsupported(config):
-        # `defer_weight_gradients` sets `delay_wgrad_compute` after the configuration is made.
+        # `defer_weight_gradients` sets `delay_wgrad_compute` after the configuration is built.
         if name != "delay_wgrad_compute":
             given = name if value is True else f"{name} {value!r}"
             raise ValueError(

@@ -60,13 +60,13 @@ def clear_losses() -> None:
         importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics.clear()
 
 
-def _with_a_pair(placement: Placement, own: int) -> Schedule:
-    """Return a schedule of two microbatches in which only rank `own` runs an F and a B as one operation, a pair."""
+def _with_a_pair(placement: Placement, rank: int) -> Schedule:
+    """Return a schedule of two microbatches in which only rank `rank` runs an F and a B as one operation, a pair."""
     f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
     weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
     paired = (*f, Op(OpKind.PB, 0), b[1], *weights)
     before, after = (*f, *b, *weights), (f[0], b[0], f[1], b[1], *weights)
-    ops = (*[before] * own, paired, *[after] * (placement.num_ranks - own - 1))
+    ops = (*[before] * rank, paired, *[after] * (placement.num_ranks - rank - 1))
     return Schedule("a pair", placement, 2, ops)
 
 

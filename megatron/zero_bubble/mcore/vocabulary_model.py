@@ -135,7 +135,7 @@ class HiddenOutput(torch.nn.Module):
         return hidden, None
 
     def keep(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Stand in for `compute_language_model_loss(labels, logits)`."""
+        """Keep the inputs of the loss; replaces the model's `compute_language_model_loss(labels, logits)`."""
         self.loss_inputs = hidden, labels
         return hidden
 

@@ -23,7 +23,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class SplitWeight:
-    """The weight of one or several linear layers whose gradient is computed in W; DDP is told when it is complete.
+    """The weight of one or several linear layers, whose gradient W computes; tells DDP when the gradient is complete.
 
     Args:
         weight: the parameter.
@@ -36,7 +36,7 @@ class SplitWeight:
         self.sums = MicrobatchSums(store)
         self._hook: Callable[[], None] | None = None
         self._accumulation: Any = None
-        # A strong reference, here or to the node, would keep a weight in memory that FSDP2 replaces by its shards.
+        # A weak reference, because FSDP2 replaces the weight by its shards, and must be able to free the whole weight.
         self._weight = weakref.ref(weight)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
@@ -79,7 +79,8 @@ class SplitWeight:
         self._reduce(weight)
 
     def _reduce(self, weight: torch.Tensor) -> None:
-        # Autograd also calls this function after a B. There is a gradient then if other operations use the weight, too.
+        # Autograd also calls this function after a B, which computes a gradient only if other operations use the
+        # weight, too.
         if self._hook is None or weight.grad is None:
             return
         if (sum_of_w := self.sums.of_running_b()) is not None:
@@ -220,7 +221,8 @@ OWN = "is_zero_bubbles"
 
 
 def has_hooks(parameter: Any) -> bool:
-    """Tell whether the user has registered hooks with a parameter, which expect the whole gradient in the backward."""
+    """Tell whether the user has registered gradient hooks with a parameter; user hooks expect the whole gradient in
+    B."""
     after = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or not all(hasattr(hook, OWN) for hook in after)
 

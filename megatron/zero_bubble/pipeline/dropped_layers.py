@@ -26,15 +26,15 @@ class DroppingLayer:
         blocks = self._store.current
         if blocks is None:
             return self._probe(value) if torch.is_grad_enabled() else self._layer(value)
-        given = StageMessage.of(value)
+        message = StageMessage.of(value)
         if blocks.mode is ForwardMode.KEEP:
             output = self._layer(value)
-            blocks.keep(given.tensors, StageMessage.of(output).tensors)
+            blocks.keep(message.tensors, StageMessage.of(output).tensors)
             return output
-        call = _DroppedCall(self._layer, given.spec, blocks, Autocast.current(self._device.type))
+        call = _DroppedCall(self._layer, message.spec, blocks, Autocast.current(self._device.type))
         # An extra input always needs a gradient: a layer whose other inputs need none would otherwise have no backward.
-        wanted = torch.empty(0, requires_grad=True)
-        outputs = _Dropped.apply(call, wanted, *given.tensors)
+        dummy = torch.empty(0, requires_grad=True)
+        outputs = _Dropped.apply(call, dummy, *message.tensors)
         assert call.returned is not None
         return call.returned.value_of(outputs)
 
@@ -55,8 +55,8 @@ class DroppingLayer:
 class _DroppedCall:
     """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
 
-    def __init__(self, layer: Layer, given: MessageSpec, blocks: Blocks, autocast: Autocast) -> None:
-        self._layer, self._given, self._autocast = layer, given, autocast
+    def __init__(self, layer: Layer, input_spec: MessageSpec, blocks: Blocks, autocast: Autocast) -> None:
+        self._layer, self._input_spec, self._autocast = layer, input_spec, autocast
         self.blocks = blocks
         self.returned: MessageSpec | None = None
         self.passed_on: list[int] = []
@@ -71,9 +71,9 @@ class _DroppedCall:
         with torch.no_grad(), self._autocast.forward(keeps_casts=False):
             # Detached, because a view of an input that needs a gradient would need one, too, but has no graph.
             inputs = [tensor.detach() for tensor in tensors]
-            output = StageMessage.of(self._layer(self._given.value_of(inputs)))
+            output = StageMessage.of(self._layer(self._input_spec.value_of(inputs)))
         self.returned = output.spec
-        constants = {id(given) for given, needs in zip(inputs, needs_gradient, strict=True) if not needs}
+        constants = {id(tensor) for tensor, needs in zip(inputs, needs_gradient, strict=True) if not needs}
         self.passed_on = [k for k, tensor in enumerate(output.tensors) if id(tensor) in constants]
         return output.tensors
 
@@ -85,7 +85,7 @@ class _DroppedCall:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._autocast.forward():
             torch.set_rng_state(self._random_state)
             set_device_states(devices, states)
-            self._output = StageMessage.of(self._layer(self._given.value_of(self._inputs)))
+            self._output = StageMessage.of(self._layer(self._input_spec.value_of(self._inputs)))
         self._output.release()
 
     def run_backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
@@ -99,7 +99,7 @@ class _Dropped(torch.autograd.Function):
     """Autograd function of a checkpointed layer; the forward repeats in R, or in B if R restores only later layers."""
 
     @staticmethod
-    def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _DroppedCall, dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         outputs = call.run(tensors, ctx.needs_input_grad[2:])
         ctx.during_backward = call.blocks.put(call.recompute)

@@ -27,17 +27,17 @@ class TiedLayer:
     Args:
         stages: the stages that have a copy of the layer, in ascending order; several of these stages may be on one
             rank.
-        own: stage of this rank -> module that is the stage's copy of the tied layer.
+        modules: stage of this rank -> module that is the stage's copy of the tied layer.
     """
 
     def __init__(
         self,
         stages: Sequence[int],
-        own: Mapping[int, torch.nn.Module],
+        modules: Mapping[int, torch.nn.Module],
         placement: Placement,
         interconnect: Interconnect,
     ) -> None:
-        self._stages, self._modules = stages, own
+        self._stages, self._modules = stages, modules
         members = sorted({placement.rank_of(stage) for stage in stages})
         self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
         self._collectives: Collectives | None = None
@@ -78,8 +78,8 @@ class TiedLayer:
         step's gradients. If no copy of a parameter has a gradient from this step, `.grad` becomes the parameter's
         gradient of earlier steps.
         """
-        every = self._copies()
-        for copies, has_gradient in zip(every, self._has_gradient(every), strict=True):
+        parameters = self._copies()
+        for copies, has_gradient in zip(parameters, self._has_gradient(parameters), strict=True):
             if has_gradient:
                 grads = {stage: parameter.grad for stage, parameter in copies.items()}
                 first, *others = (self._broadcast(stage, copies, grads.get(stage)) for stage in self._stages)
@@ -91,18 +91,18 @@ class TiedLayer:
                 parameter.grad = before
         self._before = {}
 
-    def _has_gradient(self, every: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
+    def _has_gradient(self, parameters: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
         """Return one flag for each parameter of the tied layer: whether any copy has a gradient; a collective call."""
-        own = [any(parameter.grad is not None for parameter in copies.values()) for copies in every]
-        if self._collectives is None or not own:
-            return own
-        firsts = [next(iter(copies.values())) for copies in every]
-        flags = torch.tensor(own, dtype=torch.int32).to(firsts[0].device, non_blocking=True)
-        of_ranks = flags.new_empty(self._collectives.size, len(own))
+        own_flags = [any(parameter.grad is not None for parameter in copies.values()) for copies in parameters]
+        if self._collectives is None or not own_flags:
+            return own_flags
+        firsts = [next(iter(copies.values())) for copies in parameters]
+        flags = torch.tensor(own_flags, dtype=torch.int32).to(firsts[0].device, non_blocking=True)
+        of_ranks = flags.new_empty(self._collectives.size, len(own_flags))
         self._collectives.gather_all(flags, of_ranks)
-        if all(has or not parameter.requires_grad for has, parameter in zip(own, firsts, strict=True)):
-            return own  # because reading the flags waits for the device
-        return [bool(has) for has in of_ranks.any(0).tolist()]
+        if all(flag or not parameter.requires_grad for flag, parameter in zip(own_flags, firsts, strict=True)):
+            return own_flags  # the flags are not read, because this waits for the device
+        return [bool(flag) for flag in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
         """Broadcast a weight or gradient from `stage`'s rank to all ranks that hold a copy; None is sent as zeros."""
@@ -151,7 +151,7 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
         works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
     for work in works:
         work.wait()
-    if not all(has_gradient):  # only then, because reading the counts waits for the device
+    if not all(has_gradient):  # reads the counts only if needed: this waits for the device
         for parameter, count in zip(trained, counts.tolist(), strict=True):
             if count == 0:
                 parameter.grad = None

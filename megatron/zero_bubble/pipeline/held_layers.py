@@ -122,9 +122,9 @@ class Summary:
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):
             layers = self.layout.layers_of(stage)
-            which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+            layer_range = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
             load = f"{self.layout.loads[stage]:g} {self.layout.unit}"
-            lines.append(f"  stage {stage} on rank {placement.rank_of(stage)}: {which}, {load}")
+            lines.append(f"  stage {stage} on rank {placement.rank_of(stage)}: {layer_range}, {load}")
         split = 1 - self.unsplit.total() / max(1, self.num_parameters)
         lines.append(f"  W is split off for {split:.1%} of the parameters")
         lines += [f"  W stays in B: {name}, {share} of the parameters" for name, share in self._unsplit_shares()]

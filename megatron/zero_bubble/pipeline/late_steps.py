@@ -58,7 +58,7 @@ class _UnvalidatedStep:
     """A training step whose optimizer step has not been validated yet."""
 
     reports: Future[list[StepReport]]
-    own: StepReport
+    report: StepReport
     """The report of this rank."""
     optimizer: torch.optim.Optimizer
     max_norm: float
@@ -117,7 +117,7 @@ class LateSteps:
     def _validate_before_backward(self) -> bool:
         was_wrong = self.validate()
         if not self._recent.next_waits:
-            # From here to the optimizer's step nothing changes the parameters; between two steps the user may.
+            # The user may change parameters between two steps; from now to the optimizer's step, no code changes them.
             self._snapshot(self._next_optimizer).prepare()
         for tied in self._tied:
             tied.begin_step()
@@ -168,11 +168,11 @@ class LateSteps:
         was_wrong = clips or failure is not None or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
-                if pending.own.has_stepped:
+                if pending.report.has_stepped:
                     self._snapshot(pending.optimizer).undo()
                 if failure is not None:
                     raise ValueError(failure.problem) from pending.cause
-                self._agreement.together(lambda: _check_unchanged(pending.own.norms, self._model.gradient_norms()))
+                self._agreement.together(lambda: _check_unchanged(pending.report.norms, self._model.gradient_norms()))
                 with torch.autocast(self._stage.device.type, enabled=False):
                     torch.nn.utils.clip_grads_with_norm_(self._model.own_parameters(), pending.max_norm, norm)
                     self._agreement.raise_any(take_step(pending.optimizer))

@@ -41,8 +41,8 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of F, B and W of every layer; the last layer's times include the loss function.
 
-    `measure_layers` copies one layer after the other to `device` and runs the copy. It restores random states, so that
-    the training does not change.
+    `measure_layers` copies one layer after the other to `device` and runs the copy. `measure_layers` restores random
+    states, so that the training does not change.
 
     Args:
         example: a pair (inputs, targets) of one microbatch.
@@ -79,17 +79,17 @@ def _measure(
 ) -> tuple[LayerTimes, Any]:
     """Run a layer several times; return the layer's median times of F, B and W, and the layer's output."""
     clock = device_clock(device)
-    given = StageMessage.of(value)
+    message = StageMessage.of(value)
     runs = []
     for run in range(_RUNS):
         inputs = [
             tensor.detach().clone().requires_grad_(needs_input_grad and tensor.is_floating_point())
-            for tensor in given.tensors
+            for tensor in message.tensors
         ]
         # A copy, because a layer that changes its input in place may not get a leaf of the graph.
         copies = [tensor * 1 if tensor.requires_grad else tensor for tensor in inputs]
         marks = [clock.mark()]
-        output = StageMessage.of(call(given.spec.value_of(copies)))
+        output = StageMessage.of(call(message.spec.value_of(copies)))
         marks.append(clock.mark())
         with store.deferring():
             grads = [torch.ones_like(tensor) for tensor in output.tensors]

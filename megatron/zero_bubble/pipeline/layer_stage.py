@@ -129,7 +129,7 @@ class LayerStage:
             self.losses[microbatch] = output.tensors[0].detach()
         elif self._shapes_vary:
             # The gradients of these tensors will have the same shapes.
-            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.wanted]
+            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.differentiable]
         return output
 
     @contextmanager
@@ -222,8 +222,8 @@ class LayerStage:
         if message is not None:
             message.requires_grad_()
         with without_trace(self._restored_modules, self.device), self.autocast.forward():
-            given = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
-            value, before = given, versions_of(given)
+            inputs = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
+            value, before = inputs, versions_of(inputs)
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
             seen: set[Any] = set()
             for layer in self.chunks[chunk]:
@@ -235,7 +235,7 @@ class LayerStage:
                         f"layer {layer.index} ({layer.class_name}) uses a parameter of no layer of stage {stage}: make "
                         "it a module that has the parameter, or a TiedLayerSpec with forward=..."
                     )
-            if before != versions_of(given):
+            if before != versions_of(inputs):
                 # Autograd refuses in-place changes of a received tensor and of a part of a batch whose other parts are
                 # in use, so the layers get a copy.
                 self._changes_input.add(chunk)
@@ -257,7 +257,8 @@ class LayerStage:
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
         if is_trained and (self._is_checkpointed(chunk) or not any(output.spec.needs_gradient)):
-            # This microbatch may have skipped the trained layers, as with LayerDrop, unlike another microbatch.
+            # Layers may skip some microbatches, as with LayerDrop; the message has the same gradients for every
+            # microbatch.
             needs_gradient = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in output.tensors)
             return StageMessage(replace(output.spec, needs_gradient=needs_gradient), output.tensors)
         return output

@@ -40,8 +40,8 @@ class MessageSpec:
 
     def gradients(self) -> MessageSpec:
         """Return the spec of the message that the receiver sends back: gradients of the tensors that need gradients."""
-        wanted = tuple(compress(self.tensors, self.needs_gradient))
-        return MessageSpec(wanted, (False,) * len(wanted))
+        specs = tuple(compress(self.tensors, self.needs_gradient))
+        return MessageSpec(specs, (False,) * len(specs))
 
     def on(self, device: torch.device) -> MessageSpec:
         """Return this spec with the device of all tensors set to `device`."""
@@ -50,8 +50,8 @@ class MessageSpec:
 
     def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put `tensors` into the structure of tuples, lists and dicts that this spec describes."""
-        given = iter(tensors)
-        return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, AnySpec) else leaf, self.template)
+        remaining = iter(tensors)
+        return pytree.tree_map(lambda leaf: next(remaining) if isinstance(leaf, AnySpec) else leaf, self.template)
 
     def announced(self) -> MessageSpec:
         """Return this spec without shapes, for a receiver that learns the shapes of a message from headers."""
@@ -158,13 +158,13 @@ class StageMessage:
         run_backward([edge for edge, _ in pairs], [grad for _, grad in pairs], accumulates=True)
 
     @property
-    def wanted(self) -> list[torch.Tensor]:
+    def differentiable(self) -> list[torch.Tensor]:
         """The tensors of the message whose gradients the sender needs."""
         return list(compress(self.tensors, self.spec.needs_gradient))
 
     def requires_grad_(self) -> None:
         """Set `requires_grad` of tensors whose gradients the sender needs; called by the executor after a receive."""
-        for tensor in self.wanted:
+        for tensor in self.differentiable:
             tensor.requires_grad_()
 
     def detach(self) -> StageMessage:
@@ -182,7 +182,7 @@ class StageMessage:
 
     def take_gradients(self) -> StageMessage:
         """Return a message with the gradients of this message's tensors; the gradient of an unused tensor is zero."""
-        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.wanted]
+        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.differentiable]
         return StageMessage(self.spec.gradients(), grads)
 
 

@@ -42,8 +42,8 @@ class PartialModel(nn.Module):
     def gradient_norms(self, norm_type: float = 2.0) -> list[LayerNorm]:
         """Return the norms of this rank's gradients; parameters with a copy on an earlier stage are left out."""
         copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first()}
-        own = self.own_named_parameters().items()
-        return own_norms([(layer_of(name), each) for name, each in own if each not in copies], norm_type)
+        parameters = self.own_named_parameters().items()
+        return own_norms([(layer_of(name), each) for name, each in parameters if each not in copies], norm_type)
 
     def _hold(self, held: HeldLayers, tied: Sequence[TiedLayer], num_layers: int) -> None:
         for layer in held.layers:
@@ -57,17 +57,17 @@ class PartialModel(nn.Module):
         only the state of its own layers. The names in `state_dict()` depend neither on the partition nor on the number
         of ranks.
         """
-        own = {
+        state = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
         }
-        whole = {name: value for part in self._agreement.gather(own) for name, value in part.items()}
+        whole = {name: value for part in self._agreement.gather(state) for name, value in part.items()}
         return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's layers from `state_dict`, which may contain layers of other ranks as well."""
         elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # layers may share a module
-        own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
-        return super().load_state_dict(own, strict, assign)
+        state = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
+        return super().load_state_dict(state, strict, assign)
 
     def _copy_first(self, replicas: dist.ProcessGroup) -> None:
         """Copy the values of all parameters and buffers of this rank from the first replica to all replicas."""

@@ -135,10 +135,10 @@ class Pipeline(PartialModel):
         """Run `train_batch`, clip gradients, run the optimizer and drop gradients; return the loss and the gradient
         norm.
 
-        With post-validation, `train_step` does not wait for the gradient norms of other ranks. It returns the outcome
-        of the previous training step, or None in the first training step and after a call of `settle`. If a training
-        step with post-validation fails, the next call of `train_step` raises `ValueError`, and the pipeline cannot be
-        used any more.
+        With post-validation, `train_step` does not wait for the gradient norms of other ranks. `train_step` returns the
+        outcome of the previous training step, or None in the first training step and after a call of `settle`. If a
+        training step with post-validation fails, the next call of `train_step` raises `ValueError`, and the pipeline
+        cannot be used any more.
 
         Raises:
             ValueError: on all ranks of the pipeline, if the batch is invalid, the forward or backward of a layer fails,

@@ -191,8 +191,8 @@ class _SplitLayer:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters whose gradients are computed in W."""
-        own = self.module.named_parameters()
-        return tuple(each for name, each in own if each.requires_grad and name not in self._unsplit)
+        named = self.module.named_parameters()
+        return tuple(each for name, each in named if each.requires_grad and name not in self._unsplit)
 
     def differentiate(
         self, function: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor], grad: torch.Tensor
@@ -203,9 +203,9 @@ class _SplitLayer:
         a loss depends on gradients.
         """
         self._is_split = False
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        found = torch.autograd.grad(function(tensors[0]), wanted, grad, create_graph=True, allow_unused=True)
-        return (None,) * (len(tensors) - len(wanted)) + found
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        grads = torch.autograd.grad(function(tensors[0]), inputs, grad, create_graph=True, allow_unused=True)
+        return (None,) * (len(tensors) - len(inputs)) + grads
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
         """Defer the weight gradient of one call of the layer; one W computes the weight gradients of all calls."""

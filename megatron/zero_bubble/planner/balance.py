@@ -29,7 +29,7 @@ class Balance:
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         recompute: which microbatches have an R (recomputation).
-        room: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the costs.
+        capacity: memory of a rank for model states (parameters, gradients, optimizer states) and activations.
         limits: rank -> memory limit of its activations; None for no limits.
         in_blocks: whether every stage recomputes its activations block by block (see `block_groups`).
     """
@@ -40,7 +40,7 @@ class Balance:
         placement: Placement,
         num_microbatches: int,
         recompute: Recompute = Recompute.NONE,
-        room: float = inf,
+        capacity: float = inf,
         limits: Sequence[float] | None = None,
         *,
         in_blocks: bool = False,
@@ -48,7 +48,7 @@ class Balance:
         self.model = model
         self.placement = placement
         self.num_microbatches = num_microbatches
-        self.room = room + tolerance(room)
+        self.capacity = capacity + tolerance(capacity)
         self.limits = [limit + tolerance(limit) for limit in limits or (inf,) * placement.num_ranks]
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
@@ -67,7 +67,7 @@ class Balance:
     def without_limits(self) -> Balance:
         """The same estimates for ranks with unlimited memory."""
         unlimited = copy(self)
-        unlimited.room, unlimited.limits = inf, [inf] * self.placement.num_ranks
+        unlimited.capacity, unlimited.limits = inf, [inf] * self.placement.num_ranks
         return unlimited
 
     @property
@@ -94,7 +94,7 @@ class Balance:
         return max(self._ends(cuts, self._works(cuts)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key that puts the best partition first: memory that is too much, time, then unevenness of end times."""
+        """Sort key that puts the best partition first: excess memory, then time, then unevenness of end times."""
         cuts = list(accumulate(partition))
         time, ends = self._time_and_ends(cuts)
         return sum(self._excess(cuts)), time, _unevenness(ends)
@@ -113,7 +113,7 @@ class Balance:
         return max(ends) * (1 + lost), ends
 
     def excess(self, partition: Sequence[int]) -> float:
-        """Memory by which model states and one microbatch exceed `room` or `limits`, summed over all ranks."""
+        """Memory by which model states and one microbatch exceed `capacity` or `limits`, summed over all ranks."""
         return sum(self._excess(list(accumulate(partition))))
 
     def busiest(self, partition: Sequence[int]) -> int:
@@ -146,12 +146,12 @@ class Balance:
         return self.placement.sums(holdings)
 
     def _excess(self, cuts: Sequence[int]) -> list[float]:
-        """Rank -> memory that one microbatch needs beyond the rank's limit or, with model states, beyond `room`.
+        """Rank -> memory that one microbatch needs beyond the rank's limit or, with model states, beyond `capacity`.
 
         If recomputation is allowed, the microbatch drops its activations, and a rank restores the activations of one
         stage at a time.
         """
-        if self.room == inf == min(self.limits):
+        if self.capacity == inf == min(self.limits):
             return [0.0] * self.placement.num_ranks
         states = self._state.of_stages(cuts)
         needed, restored = self._needed.of_stages(cuts), [0.0] * len(cuts)
@@ -162,7 +162,7 @@ class Balance:
         for stages, limit in zip(self.stages_of, self.limits, strict=True):
             state = self.model.shard_state + sum(map(states.__getitem__, stages))
             activations = sum(map(needed.__getitem__, stages)) + max(map(restored.__getitem__, stages))
-            excess.append(max(0, state + activations - self.room, activations - limit))
+            excess.append(max(0, state + activations - self.capacity, activations - limit))
         return excess
 
 

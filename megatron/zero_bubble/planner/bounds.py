@@ -87,7 +87,7 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     costs, longest, through = path.costs, 0.0, -inf
     for rank in sorted(ranks, key=lambda rank: rank.first, reverse=True):
         stage = rank.first
-        # Both ways between two stages, forward and backward, take the difference of their distances from stage 0.
+        # The least time between two stages, forward and backward, is the difference of their distances from stage 0.
         distance = path.starts_f[stage] + path.ends_b[stage]
         through = max(through, distance + rank.window)
         by_work = rank.work + max(0, rank.idle - rank.recomputation - rank.vocabulary)
@@ -195,7 +195,9 @@ class _Rank:
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
         is_divided = self.path.recompute is not Recompute.NONE and costs.blocks(self.first) > 1
         room = self.available - (0 if is_divided else costs.memory_f[self.first])
-        deferred = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
+        deferred = self._longest_time(
+            room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages]
+        )
         by_work = f_and_b + max(0, all_w - costs.time_w[self.first] - deferred) + max(self.idle, self.recomputation)
         return max(by_work, self.window_of_last_f)
 
@@ -240,7 +242,9 @@ class _Rank:
         """Least idle time from the first F to the first B; until the first B a rank runs only F that fit in memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
-        return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
+        return max(
+            0, wait - self._longest_time(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages])
+        )
 
     @property
     def idle_after_f(self) -> float:
@@ -260,15 +264,15 @@ class _Rank:
         for s in self.stages:
             items.append((costs.time_b[s] + costs.time_w[s], self.path.memory[s]))
             items.append((costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]))
-        return max(0, wait - own - self._most(room, items, self.num_microbatches - 1))
+        return max(0, wait - own - self._longest_time(room, items, self.num_microbatches - 1))
 
     @property
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
         At the start and at the end of the span, less memory than the limit is in use, because memory rises only as fast
-        as F can allocate memory, and falls only as fast as B and W can release memory. This does not hold with
-        recomputation, where R also allocates memory, and dropping activations releases memory. The bound is then zero.
+        as F can allocate memory, and falls only as fast as B and W can release memory. With recomputation the bound is
+        zero, because R also allocates memory, and an F that drops activations allocates less memory.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -283,7 +287,7 @@ class _Rank:
             drain_rate = max(drain_rate, whole / (b + w), after_b / w)
             largest = max(largest, whole)
             if after_b + costs.memory_w[s] > 1e-9 * whole:
-                return 0  # the drain rate does not hold if W leaves memory allocated
+                return 0  # W leaves memory allocated: memory does not fall to 0
         if fill_rate == 0 or drain_rate == 0:
             return 0
         ramp = max(0, limit - largest)
@@ -293,8 +297,8 @@ class _Rank:
             return (needed + unused) / limit
         return needed / limit
 
-    def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """Upper bound on the total time of items (time, memory) whose memory fits in `room`: a fractional knapsack.
+    def _longest_time(self, capacity: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
+        """Upper bound on the total time of items (time, memory) whose memory fits in `capacity`: a fractional knapsack.
 
         The knapsack takes each item at most `copies` times. The knapsack takes no fraction of an item if all items take
         the same memory.
@@ -302,14 +306,14 @@ class _Rank:
         if copies is None:
             copies = self.num_microbatches
         sizes = {memory for _, memory in items}
-        if len(sizes) == 1 and room != inf and min(sizes) > 0:
-            room = min(sizes) * floor(room / min(sizes) * (1 + 1e-9) + 1e-9)
-        most: float = 0
+        if len(sizes) == 1 and capacity != inf and min(sizes) > 0:
+            capacity = min(sizes) * floor(capacity / min(sizes) * (1 + 1e-9) + 1e-9)
+        total: float = 0
         for time, memory in sorted(items, key=lambda item: item[0] / item[1] if item[1] > 0 else inf, reverse=True):
             if memory <= 0:
-                most += time * copies
+                total += time * copies
                 continue
-            count = min(copies, max(0, room) / memory)
-            most += time * count
-            room -= count * memory
-        return most
+            count = min(copies, max(0, capacity) / memory)
+            total += time * count
+            capacity -= count * memory
+        return total

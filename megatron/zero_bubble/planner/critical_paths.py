@@ -86,15 +86,16 @@ class OrderGraph:
             part: the replaced operations in their new order, possibly with some R added or removed.
         """
         lane, start, sequence = self.lanes[rank], self.start, self._sequence
-        # Dependencies and the other ranks' orders still hold, so a cycle lies within the replaced part's start times.
+        # Only the replaced operations change their order, so a cycle contains only operations that start between the
+        # first and the last of them.
         low = bisect_left(sequence, start[lane[first]], key=start.__getitem__)
         high = bisect_right(sequence, start[lane[end - 1]], key=start.__getitem__)
         parts: list[list[int]] = [[] for _ in self.lanes]
         for op in sequence[low:high]:
             parts[self.rank_of[op]].append(op)
-        own = parts[rank]
-        ahead = first - self.position[own[0]]
-        own[ahead : ahead + end - first] = part
+        ops = parts[rank]
+        offset = first - self.position[ops[0]]
+        ops[offset : offset + end - first] = part
         ordered = self._sorted(parts)
         if not ordered:
             return False
@@ -181,7 +182,7 @@ class OrderGraph:
         """Operations in topological order; [] if the ranks deadlock.
 
         Args:
-            parts: rank -> successive operations of the rank. Operations that precede these of all ranks have run.
+            parts: rank -> successive operations of the rank. The ranks' earlier operations have run.
         """
         needs, waiting = self.needs, set(chain.from_iterable(parts))
         positions, ready = [0] * len(parts), list(range(len(parts)))

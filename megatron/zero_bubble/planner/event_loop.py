@@ -139,7 +139,7 @@ class EventLoop(ABC):
             if span > self.target:
                 self.target = span
         elif not codes.e <= code < codes.ew:
-            # The span of the rank starts here. Earlier embeddings add only their own time to the span.
+            # The rank's span starts with this operation. Earlier embeddings add only their own time to the span.
             self.has_started[rank] = True
             self.span_start[rank] = now + self.problem.receiving[code] - self.worked[rank]
         self.orders[rank].append(code)

@@ -27,22 +27,22 @@ class InOrder(EventLoop):
         super().__init__(problem)
         self.rule, self.keeping = rule, keeping
         self.recomputes = problem.recomputes
-        self.given = [list(order) for order in orders]
+        self.input_orders = [list(order) for order in orders]
         self.position = [0] * problem.num_ranks
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
-        given, position, weights = self.given[rank], self.position[rank], self.weights[rank]
+        order, position, weights = self.input_orders[rank], self.position[rank], self.weights[rank]
         ready = inf
-        if position < len(given):
-            code = start = given[position]
+        if position < len(order):
+            code = start = order[position]
             if code < self.num_stages:
                 start = self.as_it_fits(rank, code)
                 if start < 0:
                     if weights:
                         return weights[0], now
-                    if not self.pull_backward(given, position):
+                    if not self.pull_backward(order, position):
                         return -1, inf
-                    code = start = given[position]
+                    code = start = order[position]
             if self.recomputes and code >= self.num_stages and self.needs_r(code - self.num_stages):
                 r = code - self.codes.b + self.codes.r
                 if weights and self.memory[rank] + self.allocation[r] > self.limits[rank]:
@@ -87,8 +87,8 @@ class InOrder(EventLoop):
 
     def will_keep(self, rank: int, code: int) -> bool:
         """Whether F `code` keeps activations that fit in memory; true on the last stage if B directly follows."""
-        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
-        if code == size - 1 and following < len(given) and given[following] == code + size:
+        order, following, size = self.input_orders[rank], self.position[rank] + 1, self.num_stages
+        if code == size - 1 and following < len(order) and order[following] == code + size:
             return True
         return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
 
@@ -103,18 +103,18 @@ class InOrder(EventLoop):
         The code is -1 in three cases: the operation after the F `f` is not a B that needs an R, the R does not fit in
         memory, or the R takes longer than the idle time `gap` before `f`.
         """
-        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
-        code = given[following] if following < len(given) else f
+        order, following, size = self.input_orders[rank], self.position[rank] + 1, self.num_stages
+        code = order[following] if following < len(order) else f
         if not size <= code < self.codes.w or not self.needs_r(code - size):
             return -1
         r = code - size + self.codes.r
         room = self.limits[rank] - self.memory[rank] - self.allocation[r] - self.allocation[f]
         return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
 
-    def pull_backward(self, given: Order, position: int) -> bool:
+    def pull_backward(self, order: Order, position: int) -> bool:
         """Move the next B of an order to the position `position`; return False if no B is left in the order."""
-        for later in range(position, len(given)):
-            if given[later] >= self.num_stages:
-                given.insert(position, given.pop(later))
+        for later in range(position, len(order)):
+            if order[later] >= self.num_stages:
+                order.insert(position, order.pop(later))
                 return True
         return False

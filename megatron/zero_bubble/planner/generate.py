@@ -126,7 +126,7 @@ def _before_fusing(request: PlanRequest) -> Schedule:
             costs = in_groups(problem.costs, groups).at_once()
             with suppress(Infeasible):
                 yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
-        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than a plan without R
+        if request.recompute is Recompute.PLANNED:  # the plan is then never slower than a plan without R
             keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
             with suppress(Infeasible):
                 yield _in_one_group(keeping.within(limits).checked())
@@ -189,12 +189,12 @@ def _in_one_group(request: PlanRequest) -> Schedule:
                     return schedule
         return search(m, costs, limits)
 
-    def without_leftovers(more: int) -> Limits | None:
-        """The limits less the memory that `more` microbatches leave allocated until the end of the step."""
+    def without_leftovers(num_earlier: int) -> Limits | None:
+        """The limits less the memory that `num_earlier` microbatches leave allocated until the end of the step."""
         if limits is None:
             return None
         left = (memory_left(costs, request.placement.stages_of(rank)) for rank in range(request.num_ranks))
-        return tuple(max(SMALLEST, limit - more * each) for limit, each in zip(limits, left, strict=True))
+        return tuple(max(SMALLEST, limit - num_earlier * each) for limit, each in zip(limits, left, strict=True))
 
     if request.vocabulary_parallel and not entry.plans_all_kinds:
         schedule = with_best_delay(

@@ -86,8 +86,8 @@ class InGroups(EventLoop):
         groups: sizes of the microbatch groups that pass through the chunks; all ranks run F in the order of the groups.
         weight_rule: whether a W may run in an idle gap that is shorter than the W.
         forward_rule: whether an F may run in an idle gap that is shorter than the F.
-        most_ahead: rank -> largest number of microbatches in flight on the rank, summed over the rank's chunks; None if
-            only memory limits this number.
+        in_flight_limits: rank -> largest number of microbatches in flight on the rank, summed over the rank's chunks;
+            None if only memory limits this number.
     """
 
     weight = 3
@@ -98,11 +98,11 @@ class InGroups(EventLoop):
         groups: Sequence[int],
         weight_rule: GapRule = GapRule.BALANCED,
         forward_rule: GapRule = GapRule.ALWAYS,
-        most_ahead: Sequence[int] | None = None,
+        in_flight_limits: Sequence[int] | None = None,
     ) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "the policy does not plan recomputation"
-        self.most_ahead = most_ahead or (problem.num_microbatches * problem.num_stages,) * problem.num_ranks
+        self.in_flight_limits = in_flight_limits or (problem.num_microbatches * problem.num_stages,) * problem.num_ranks
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.queues = [tuple(map(deque, grouped_order(problem, rank, groups))) for rank in range(problem.num_ranks)]
         """Rank -> (codes of the F, codes of the B) that the rank has not run, in the order of the groups."""
@@ -114,7 +114,7 @@ class InGroups(EventLoop):
             backwards.remove(b)
             return b, now
         f_ready = inf
-        if forwards and len(backwards) - len(forwards) < self.most_ahead[rank]:
+        if forwards and len(backwards) - len(forwards) < self.in_flight_limits[rank]:
             f_ready = self.next_arrival(forwards[0], now)
             if f_ready < inf and not self.has_room(rank, forwards[0]):
                 if weights:
@@ -131,7 +131,7 @@ class InGroups(EventLoop):
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
         """Code of the first ready B in the rank's order (-1 without a ready B), and the earliest start time of a B."""
-        # The body of `next_arrival` is written out here, because this loop takes much of the planning time.
+        # The body of `next_arrival` is repeated instead of called, because this loop takes much of the planning time.
         done, arrivals, size = self.done, self.arrivals, self.num_stages
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:

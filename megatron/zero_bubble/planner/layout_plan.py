@@ -149,7 +149,7 @@ def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | N
     limits = request.limits
     if capacity is None:
         return limits
-    if not max(states) <= capacity:  # also if the capacity is not a number
+    if not max(states) <= capacity:  # true for a NaN capacity, too
         raise Infeasible(
             f"parameters, gradients and optimizer states need {max(states):g} of the {capacity:g} of a rank",
             max(states),

@@ -52,9 +52,9 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 
     First, the search plans combinations of placement and vocabulary parallelism with little effort, in the order of
     their lower bounds, until the lower bounds of all other combinations exceed the best plan's time. Numbers of chunks
-    per rank above four are tried in rising order until the plan gets no faster. Recomputation is tried in combinations
-    that more memory would speed up. Second, single layers of the best layouts are moved to other stages while the plan
-    gets faster. Third, the best layouts are planned in rounds, each with more effort than the previous round.
+    per rank above four are tried in rising order until the plan gets no faster. Where more memory would speed up plans,
+    recomputation is tried, too. Second, single layers of the best layouts are moved to other stages while the plan gets
+    faster. Third, the best layouts are planned in rounds, each with more effort than the previous round.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
@@ -256,9 +256,9 @@ class _Search:
             return 0.0
         # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
-        limits = None if request.offloads else limits  # copies may lower the memory of a microbatch to zero
+        limits = None if request.offloads else limits  # with copies, a microbatch may take no memory
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
-        if request.post_validation or layout.recompute is Recompute.FULL:  # may run fewer R than estimated
+        if request.post_validation or layout.recompute is Recompute.FULL:  # a plan may run fewer R than estimated
             return bounds.span
         cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
         return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))

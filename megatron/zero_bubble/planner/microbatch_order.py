@@ -210,7 +210,7 @@ class _Step:
                 number = places[place]
                 changes = self._changes[number]
                 change = 0.0 if op in fused else changes[code + codes.drop * (op in graph.dropped)]
-                if op - (codes.w - codes.b) * m in fused:  # W changes the memory for B, too
+                if op - (codes.w - codes.b) * m in fused:  # a BW is counted at its W
                     change += changes[code - codes.w + codes.b]
                 memory += change
                 yield memory - min(change, 0.0) + self._inside[number][code % codes.b]

@@ -48,7 +48,7 @@ class CopyRule(NamedTuple):
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
     assumed: float = 1.0
-    """Assumed duration of a copy divided by its real duration. If it is below 1, ranks may wait for copies."""
+    """Assumed duration of a copy divided by its real duration. With a value below 1, ranks may wait for copies."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -183,12 +183,12 @@ def _with_weights_in_gaps(lane: Sequence[TimedOp]) -> list[TimedOp]:
     return filled
 
 
-class _Kept(NamedTuple):
+class _Activations(NamedTuple):
     """Activations of a microbatch and chunk that are on the device and may be released."""
 
     backward: int
     """Position of the backward that needs the activations."""
-    copied: float
+    copy_end: float
     """Estimated time at which the copy of the activations to the host ends; inf if no copy is queued."""
     key: _Key
 
@@ -216,7 +216,7 @@ class _RankCopies:
         self._early: set[int] = set()
         """Positions, in the original order of the rank, of all W that have been moved to an earlier place."""
         self._largest = max(self._changes, default=0)
-        self._kept: list[_Kept] = []
+        self._releasable: list[_Activations] = []
         self._due: list[tuple[int, _Key]] = []
         """`(position, (microbatch, chunk))` for each released activation; its copy back is queued before `position`."""
         self._link: float = 0
@@ -241,10 +241,10 @@ class _RankCopies:
 
     def _keep(self, key: _Key, end: float) -> None:
         """Record the activations of an F, and queue their copy to the host if few copies are already queued."""
-        time, copied = self._out[key[1]], inf
+        time, copy_end = self._out[key[1]], inf
         if self._link - end <= self._rule.patience * time:
-            copied = self._link = max(self._link, end) + time
-        self._kept.append(_Kept(self._backward[key], copied, key))
+            copy_end = self._link = max(self._link, end) + time
+        self._releasable.append(_Activations(self._backward[key], copy_end, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
         """Free memory by releasing activations or running W earlier; return False if `amount` still does not fit.
@@ -257,15 +257,15 @@ class _RankCopies:
         if self._memory + amount <= self._limit:
             return True
         now, last = self._starts[at], at if last is None else last
-        self._kept = [kept for kept in self._kept if kept.backward > at]
-        able = sorted((kept for kept in self._kept if kept.backward > last), key=lambda kept: kept.backward)
+        self._releasable = [each for each in self._releasable if each.backward > at]
+        candidates = sorted((each for each in self._releasable if each.backward > last), key=lambda each: each.backward)
         weights = self._next_weights(at)
         missing = self._memory + amount - self._limit
-        possible = sum(self._size[kept.key[1]] for kept in able) - sum(self._changes[k] for k in weights)
+        possible = sum(self._size[each.key[1]] for each in candidates) - sum(self._changes[k] for k in weights)
         if missing > possible:
             return False
-        copied = [kept for kept in able if kept.copied <= now]
-        others = sorted((kept for kept in able if kept.copied > now), key=lambda kept: -kept.copied)
+        copied = [each for each in candidates if each.copy_end <= now]
+        others = sorted((each for each in candidates if each.copy_end > now), key=lambda each: -each.copy_end)
         while self._memory + amount > self._limit:
             if copied:
                 self._release(copied.pop(), at)
@@ -277,7 +277,7 @@ class _RankCopies:
 
     def _next_weights(self, at: int) -> list[int]:
         """Positions, in order, of the W that release memory and may run before the operation at position `at`."""
-        able, blocked = [], set[int]()
+        candidates, blocked = [], set[int]()
         for k in self._weights:
             op = self._lane[k].op
             if k <= at or self._backward[op[1:]] >= at or self._changes[k] >= 0:
@@ -285,8 +285,8 @@ class _RankCopies:
                 if len(blocked) == len(self._size):
                     break
             if op.chunk not in blocked:
-                able.append(k)
-        return able
+                candidates.append(k)
+        return candidates
 
     def _run_early(self, position: int) -> None:
         self._early.add(position)
@@ -294,10 +294,10 @@ class _RankCopies:
         self._placed.append(self._lane[position].op)
         self._memory += self._changes[position]
 
-    def _release(self, kept: _Kept, at: int) -> None:
-        self._kept.remove(kept)
-        backward, copied, key = kept
-        if copied == inf:
+    def _release(self, activations: _Activations, at: int) -> None:
+        self._releasable.remove(activations)
+        backward, copy_end, key = activations
+        if copy_end == inf:
             self._link = max(self._link, self._starts[at]) + self._out[key[1]]
         self._placed.append(Op(OpKind.D, *key))
         self._memory -= self._size[key[1]]

@@ -219,15 +219,15 @@ class _Repair:
         return self._order[self._num_placed : end]
 
     def _place_weight_gradient(self) -> bool:
-        """Place the first W that can run before the next operation; return whether there is one that releases
-        memory."""
-        begin, first, end = self._num_placed, self._w.start, self._w.stop
+        """Place the first W that can run before the next operation; return False if no W is placed, or if it releases
+        no memory."""
+        num_placed, first, end = self._num_placed, self._w.start, self._w.stop
         from_b = first - self._b.start
         unplaced = self._unplaced()
         waiting = set(unplaced)
-        for position, op in enumerate(unplaced, begin):
+        for position, op in enumerate(unplaced, num_placed):
             if first <= op < end and op - from_b not in waiting:
-                self._order.insert(begin, self._order.pop(position))
+                self._order.insert(num_placed, self._order.pop(position))
                 self._end = max(self._end, self._graph.position[op] + 1)
                 return self._graph.allocation[op] < 0
         return False
@@ -239,12 +239,12 @@ class _Repair:
         the longest path of dependencies through the candidate's R. The candidate with the smallest length is dropped
         or, if lengths are equal, the candidate with the latest backward.
         """
-        graph, begin, m = self._graph, self._num_placed, self._graph.num_microbatches
+        graph, num_placed, m = self._graph, self._num_placed, self._graph.num_microbatches
         unplaced = self._unplaced()[1:]
         waiting = set(unplaced)
         best, shortest = None, inf
         first, end = self._b.start, self._b.stop
-        for position, op in enumerate(unplaced, begin + 1):
+        for position, op in enumerate(unplaced, num_placed + 1):
             if first <= op < end and self._may_drop(op - first, waiting, position):
                 forward = op - first
                 before = self._lane[graph.position[op] - 1]
@@ -255,13 +255,13 @@ class _Repair:
             return False
         later_of_stage = range(self._r[best], self._r[best] + m - best % m)
         place = next(
-            place for place, op in enumerate(unplaced, begin + 1) if op in later_of_stage or op == self._b[best]
+            place for place, op in enumerate(unplaced, num_placed + 1) if op in later_of_stage or op == self._b[best]
         )
-        # An R that this repair has inserted has no position yet, and lies before the end.
+        # An R that this repair has inserted has no position yet, and is already within the replaced part.
         self._end = max(self._end, graph.position.get(self._order[place], 0))
         self._order.insert(place, self._r[best])
         self._new_drops.add(best)
-        if best != self._order[begin]:
+        if best != self._order[num_placed]:
             self._memory -= self._restored(best)
         return True
 

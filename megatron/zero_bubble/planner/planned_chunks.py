@@ -150,7 +150,7 @@ def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
     if _filling_slope(problem) >= 1:  # with less memory F and B do not alternate strictly
         _try_alternating(portfolio, usual if usual in choices else choices[0], ALL_RULES[:1])
     elif problem.placement.num_chunks == 1:
-        portfolio.run_all(InGroups(problem, choices[0], most_ahead=most) for most in _sloped(problem))
+        portfolio.run_all(InGroups(problem, choices[0], in_flight_limits=most) for most in _sloped(problem))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         # While no plan fits, more group sizes are tried, because one microbatch at a time is several times as slow.
@@ -162,8 +162,8 @@ def _try(portfolio: Portfolio, choices: Sequence[Groups]) -> None:
     for _, groups in sorted(tried)[:2]:
         portfolio.run_all(InGroups(problem, groups, weights, forwards) for weights, forwards in RULES)
         _try_alternating(portfolio, groups, ALL_RULES)
-        limits = product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER))
-        portfolio.run_all(InGroups(problem, groups, weights, most_ahead=most) for most, weights in limits)
+        limits = product(_in_flight_limits(problem, groups), (GapRule.BALANCED, GapRule.NEVER))
+        portfolio.run_all(InGroups(problem, groups, weights, in_flight_limits=most) for most, weights in limits)
 
 
 def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
@@ -209,7 +209,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
         yield tuple(max(1, floor(most - steepness * (most - 1) * share + 1e-9)) for share in shares)
 
 
-def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
+def _in_flight_limits(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
     """For several chunks per rank, yield every rank's limit on microbatches in flight, as in `alternating_orders`."""
     for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
         yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))

@@ -18,17 +18,17 @@ class ByPriority(EventLoop):
     Args:
         problem: a problem with a V-shaped placement and without recomputation.
         priorities: the names F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
-        leads: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F of chunk 0
-            to its B of chunk 0.
+        in_flight_limits: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F
+            of chunk 0 to its B of chunk 0.
     """
 
     weight = 2
 
-    def __init__(self, problem: Problem, priorities: Sequence[str], leads: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, priorities: Sequence[str], in_flight_limits: Sequence[int]) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "the policy does not plan recomputation"
         assert problem.placement.num_chunks == 2, "the priorities are for two chunks"
-        self.leads = leads
+        self.in_flight_limits = in_flight_limits
         self.by_priority = [
             [stages[int(kind[1])] + (problem.num_stages if kind[0] == "B" else 0) for kind in priorities]
             for stages in problem.stages_of
@@ -57,7 +57,7 @@ class ByPriority(EventLoop):
     def may_begin(self, rank: int, f: int) -> bool:
         """Whether the limit on microbatches in flight allows F `f`, and `f` fits in memory once ready W have run."""
         first = self.problem.stages_of[rank][0]
-        if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
+        if f == first and self.done[f] - self.done[self.num_stages + f] >= self.in_flight_limits[rank]:
             return False
         return self.memory[rank] - self.releasable[rank] + self.needed_memory(rank, f) <= self.limits[rank]
 

@@ -311,7 +311,7 @@ class Problem:
             after_w = sum(each.after_w for each in footprints)
             peak = sum(each.whole for each in footprints)
             if self.recomputes:
-                # One stage of the rank has all activations. Earlier stages lack the activations that R recomputes.
+                # One microbatch has all activations on one stage; earlier stages lack the activations of their R.
                 peak = max(
                     sum(f.dropped for f in footprints[:i]) + here.whole + sum(f.after_w for f in footprints[i + 1 :])
                     for i, here in enumerate(footprints)

@@ -36,14 +36,14 @@ class RunSchedules:
     Attributes:
         request: a request for one layout; each schedule is made with its own number of microbatches in place of the
             request's number.
-        given: a schedule that was read from a file, for one number of microbatches; None without a file.
+        fixed_schedule: a schedule that was read from a file, for one number of microbatches; None without a file.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
         watch: (name of the schedule, number of microbatches) -> context manager in which this process makes the
             schedule; None to make the schedule without a context manager.
     """
 
     request: PlanRequest
-    given: Schedule | None = None
+    fixed_schedule: Schedule | None = None
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
     watch: Callable[[str, int], AbstractContextManager[Any]] | None = field(default=None, repr=False, compare=False)
     _cache: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -66,7 +66,7 @@ class RunSchedules:
     def of(cls, schedule: Schedule) -> RunSchedules:
         """The schedules of a run that uses only `schedule`, for one number of microbatches."""
         request = PlanRequest(schedule.name, schedule.num_microbatches, (schedule.placement,))
-        return cls(request, given=schedule)
+        return cls(request, fixed_schedule=schedule)
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class RunSchedules:
     @property
     def offloads(self) -> bool:
         """Whether schedules may copy activations to the host."""
-        return self.request.offloads or (self.given is not None and self.given.offloads)
+        return self.request.offloads or (self.fixed_schedule is not None and self.fixed_schedule.offloads)
 
     @property
     def costs(self) -> StageCosts | None:
@@ -93,7 +93,7 @@ class RunSchedules:
     @property
     def adapts(self) -> bool:
         """Whether the schedules depend on the costs."""
-        return self.given is None and entry_of(self.name).uses_costs
+        return self.fixed_schedule is None and entry_of(self.name).uses_costs
 
     def requesting(self, **changes: Any) -> RunSchedules:
         """A copy of this `RunSchedules` with `changes` to the fields of the request, and without shared schedules."""
@@ -161,17 +161,18 @@ class RunSchedules:
         return self._cache[key]
 
     def _make(self, num_microbatches: int) -> Schedule:
-        if self.given is None:
+        if self.fixed_schedule is None:
             return schedule_of(replace(self.request, num_microbatches=num_microbatches))
-        if num_microbatches != self.given.num_microbatches:
+        if num_microbatches != self.fixed_schedule.num_microbatches:
             raise ScheduleError(
-                f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
+                f"schedule {self.name} is for {self.fixed_schedule.num_microbatches} microbatches, "
+                f"not for {num_microbatches}"
             )
-        schedule = self.given
+        schedule = self.fixed_schedule
         if schedule.is_vocabulary_parallel is not self.request.vocabulary_parallel:
-            has, model = ("no ", "is") if self.request.vocabulary_parallel else ("", "is not")
+            negation, model = ("no ", "is") if self.request.vocabulary_parallel else ("", "is not")
             raise ScheduleError(
-                f"schedule {self.name} has {has}operations on vocabulary shards, but the model {model} "
+                f"schedule {self.name} has {negation}operations on vocabulary shards, but the model {model} "
                 "vocabulary parallel"
             )
         if schedule.has_post_validation:

@@ -43,7 +43,7 @@ NUM_VARIATIONS = 150
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
-"""The search varies this number of building blocks, the best ones so far."""
+"""Number of building blocks that the search varies: the best blocks so far."""
 RULE_VARIES = 0.15
 """Probability that a varied building block is tried with a random `GapRule` instead of its own `GapRule`."""
 
@@ -87,9 +87,9 @@ def _search(problem: Problem) -> Portfolio:
                 if block is not None:
                     tried.append(_Tried(cost, block, rule, keeping))
     if not problem.recomputes:
-        for leads, priorities in product(_leads(problem), PRIORITIES):
+        for in_flight_limits, priorities in product(_in_flight_limits(problem), PRIORITIES):
             if not portfolio.finished or not portfolio.plans:
-                portfolio.run(ByPriority(problem, priorities, leads))
+                portfolio.run(ByPriority(problem, priorities, in_flight_limits))
         if not problem.is_long and not is_draft(problem):
             for block, rule in product(_sparse_blocks(problem), GapRule):
                 if portfolio.cost > portfolio.aim:
@@ -134,7 +134,7 @@ def _vary(portfolio: Portfolio, tried: Sequence[_Tried]) -> None:
             best = sorted([*best, _Tried(cost, block, rule, keeping)], key=lambda plan: plan.cost)[:NUM_VARIED]
 
 
-def _leads(problem: Problem) -> Iterator[tuple[int, ...]]:
+def _in_flight_limits(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield tuples: rank -> largest number of microbatches in flight in chunk 0 of the rank."""
     most = 2 * _max_in_flight(problem)
     for share, slope in LEADS:

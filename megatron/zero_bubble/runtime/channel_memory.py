@@ -52,9 +52,9 @@ def open_channels(
     free = _free_bytes(device)
     opened = communicator(ranks, group.rank(), placement, device, timeout)
     if free is not None:
-        taken = free - (_free_bytes(device) or 0)
+        channel_bytes = free - (_free_bytes(device) or 0)
         num_channels = sum(group.rank() in ends for ends in channels(placement))
-        report(max(from_all_ranks(ChannelMemory(num_channels, taken), group)))
+        report(max(from_all_ranks(ChannelMemory(num_channels, channel_bytes), group)))
     if not shapes_vary:
         return opened
     return VariableCommunicator(opened, TorchCommunicator(ranks, group.rank(), placement, HEADER.device, timeout))

@@ -57,14 +57,14 @@ class ThreadLink:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _copy(self, pairs: list[CopyPair]) -> float:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for source, target in pairs:
             target.copy_(source)
         if self._bytes_per_second is not None:
             least = sum(source.nbytes for source, _ in pairs) / self._bytes_per_second
-            time.sleep(max(0.0, begin + least - time.perf_counter()))
+            time.sleep(max(0.0, start + least - time.perf_counter()))
         pairs.clear()  # the thread must hold no tensor once `wait` has returned, because D frees the source
-        return time.perf_counter() - begin
+        return time.perf_counter() - start
 
 
 class _ThreadCopy(NamedTuple):

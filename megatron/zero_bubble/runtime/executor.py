@@ -272,21 +272,21 @@ class Executor:
         self._begin(op)
         cast(SteppingStage, stage).step()
 
-    def _validate(self, given: Stage, op: Op) -> None:
+    def _validate(self, stage: Stage, op: Op) -> None:
         """Validate the last optimizer step; if forwards must run again, repeat the operations that precede `op`.
 
         Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation.
         The repeated operations send the same messages again, and a channel delivers messages in order.
         """
-        stage = cast(SteppingStage, given)
-        if stage.validate():
+        stepping_stage = cast(SteppingStage, stage)
+        if stepping_stage.validate():
             for receive in self._stale:
-                self._messages.receive(stage, receive)
+                self._messages.receive(stepping_stage, receive)
             self._messages.drop_received()
             self._exchanges.finish()
             self._drop_results()
-            stage.restart()
-            self._run(stage, self._redone)
+            stepping_stage.restart()
+            self._run(stepping_stage, self._redone)
             self._progress.position = len(before_validation(self.schedule, self.rank))
         self._begin(op)
 

@@ -77,15 +77,15 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
+def raise_first(errors: Iterable[Exception | None], own_error: Exception | None) -> None:
     """Raise the first error in `errors`, if any.
 
-    The raised error gets the cause of `own`, this rank's error, because an error loses its cause when the error is sent
-    between ranks.
+    The raised error gets the cause of `own_error`, this rank's error, because an error loses its cause when the error
+    is sent between ranks.
     """
     for error in errors:
         if error is not None:
-            raise error from (own and own.__cause__)
+            raise error from (own_error and own_error.__cause__)
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:

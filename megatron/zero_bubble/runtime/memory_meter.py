@@ -41,7 +41,7 @@ class SavedTensorMeter:
         self._kept_before = 0
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
         """(chunk, microbatch) -> the tensors that autograd has saved in F and R."""
-        self._held: dict[tuple[int, int], int] = {}
+        self._saved_bytes: dict[tuple[int, int], int] = {}
         self._hooks = ExitStack()
 
     def begin(self, op: Op) -> None:
@@ -51,7 +51,7 @@ class SavedTensorMeter:
             return
         key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
-            self._saved[key], self._held[key] = [], 0
+            self._saved[key], self._saved_bytes[key] = [], 0
         record = partial(_record_saved, self._saved[key])
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
 
@@ -60,14 +60,14 @@ class SavedTensorMeter:
             return self._kept_by_shard(op.microbatch) - self._kept_before
         self._hooks.close()
         key = (op.chunk, op.microbatch)
-        held = 0
+        saved_bytes = 0
         if op.kind in _SAVES | COPIES:
-            held = _held_bytes(self._saved[key])
-            held += 0 if self._offload is None else self._offload.device_bytes(*key)
+            saved_bytes = _held_bytes(self._saved[key])
+            saved_bytes += 0 if self._offload is None else self._offload.device_bytes(*key)
         elif op.kind is OpKind.B:
-            held = self._store.flushed_bytes
-        change = held - self._held[key]
-        self._held[key] = held
+            saved_bytes = self._store.flushed_bytes
+        change = saved_bytes - self._saved_bytes[key]
+        self._saved_bytes[key] = saved_bytes
         return change
 
     def close(self) -> None:

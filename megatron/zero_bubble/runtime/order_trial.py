@@ -24,33 +24,33 @@ class OrderTrial:
 
     Attributes:
         num_microbatches: number of microbatches in each step before the trial.
-        own: the schedules of megatron-core's own order.
+        baseline: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
         span_before: mean duration of a step in the planned order before the trial, in milliseconds.
-        own_span: mean duration of a step in megatron-core's own order, in milliseconds; None before the measurement.
-        own_costs: the measured costs of the stages in megatron-core's own order; None before the measurement.
+        baseline_span: mean duration of a step in megatron-core's own order, in milliseconds; None if not measured yet.
+        baseline_costs: the measured costs of the stages in megatron-core's own order; None before the measurement.
     """
 
     num_microbatches: int
-    own: RunSchedules
+    baseline: RunSchedules
     planned: RunSchedules
     span_before: float
-    own_span: float | None = None
-    own_costs: StageCosts | None = None
+    baseline_span: float | None = None
+    baseline_costs: StageCosts | None = None
 
 
 @dataclass(frozen=True)
 class TrialResult:
     """The measured step times in milliseconds, in the planned order and in megatron-core's own order."""
 
-    own_name: str
-    own_span: float
+    baseline_name: str
+    baseline_span: float
     planned_span: float
 
     @property
     def keeps_planned(self) -> bool:
         """Whether the planned order is faster than megatron-core's order by at least the factor `WORTHWHILE`."""
-        return self.planned_span * WORTHWHILE <= self.own_span
+        return self.planned_span * WORTHWHILE <= self.baseline_span
 
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
         """Predict the step time in megatron-core's own order.
@@ -58,12 +58,13 @@ class TrialResult:
         The prediction is `milliseconds` (the predicted step time in the planned order) times `own_span / planned_span`,
         the ratio of the measured step times.
         """
-        own = milliseconds * self.own_span / self.planned_span
-        return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
+        step_time = milliseconds * self.baseline_span / self.planned_span
+        return MegatronsTime(step_time, work_of_stages(costs), is_same_layout=True)
 
     def __str__(self) -> str:
-        decision = "goes on" if self.keeps_planned else f"gives way to {self.own_name}"
-        return f"{self.own_name} {self.own_span:.1f} ms, the planned order {self.planned_span:.1f} ms: it {decision}"
+        order = "the planned order" if self.keeps_planned else self.baseline_name
+        spans = f"{self.baseline_name} {self.baseline_span:.1f} ms, the planned order {self.planned_span:.1f} ms"
+        return f"{spans}: continuing with {order}"
 
 
 def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
@@ -74,7 +75,7 @@ def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
         and the number of microbatches, or if megatron-core's order exceeds the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
-    if plan.given is not None or request is None:
+    if plan.fixed_schedule is not None or request is None:
         return None
     own = RunSchedules(request)
     try:

@@ -27,26 +27,27 @@ _Times = Mapping[tuple[int, OpKind], float]
 class PairTime(NamedTuple):
     """Durations of the pairs of F and B that contain an operation of a given chunk.
 
-    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `together` is
-    the usual duration of a pair, summed over the types of pairs. `apart` is the usual duration of F and B as two
-    operations, summed over the types of pairs. Both durations are in milliseconds. `hidden` is the time for which token
-    exchanges overlap with computation, as a fraction of the longest possible overlap, averaged over the types of pairs.
+    Pairs are of the same type if the chunk of F, the chunk of B and the kind of backward are the same. `paired` is
+    the usual duration of a pair, summed over the types of pairs. `separate` is the usual duration of F and B as two
+    operations, summed over the types of pairs. Both durations are in milliseconds. `overlap` is the time for which
+    token exchanges overlap with computation, as a fraction of the longest possible overlap, averaged over the types of
+    pairs.
     """
 
-    hidden: float = 0.0
-    together: float = 0.0
-    apart: float = 0.0
+    overlap: float = 0.0
+    paired: float = 0.0
+    separate: float = 0.0
 
 
 NO_PAIRS = PairTime()
 
 
-def _hidden_share(apart: float, together: float, exchanged: float) -> float:
+def _overlap_share(separate: float, paired: float, exchanged: float) -> float:
     """Return the overlap of token exchanges and computation in a pair, as a share of the longest possible overlap."""
-    hidden, most = apart - together, min(exchanged, apart - exchanged)
-    if most <= 0 or hidden < _LEAST_GAIN * apart:
+    overlap, most = separate - paired, min(exchanged, separate - exchanged)
+    if most <= 0 or overlap < _LEAST_GAIN * separate:
         return 0.0
-    return min(1.0, hidden / most)
+    return min(1.0, overlap / most)
 
 
 def outside_of_pairs(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
@@ -78,15 +79,15 @@ class PairTimes:
             exchanged: the parts of `times` in which experts exchange tokens.
             center: computes one time from several samples, for example the median.
         """
-        shares, together, apart = [], 0.0, 0.0
+        shares, paired, separate = [], 0.0, 0.0
         for (forward, backward, kind), samples in self._samples.items():
             parts = [(forward, OpKind.F), *_alone(backward, kind, times)]
             if chunk not in (forward, backward) or len(parts) == 1 or parts[0] not in times:
                 continue
-            sum_apart, pair = sum(times[part] for part in parts), center(samples)
-            shares.append(_hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
-            together, apart = together + pair, apart + sum_apart
-        return PairTime(sum(shares) / len(shares), together, apart) if shares else NO_PAIRS
+            sum_separate, pair = sum(times[part] for part in parts), center(samples)
+            shares.append(_overlap_share(sum_separate, pair, sum(exchanged.get(part, 0.0) for part in parts)))
+            paired, separate = paired + pair, separate + sum_separate
+        return PairTime(sum(shares) / len(shares), paired, separate) if shares else NO_PAIRS
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
@@ -101,5 +102,5 @@ def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
 
 def duration_ratio(measured: Sequence[PairTime]) -> float | None:
     """Return the ratio of the time of pairs to the time of the same operations run separately; None without pairs."""
-    apart = sum(each.apart for each in measured)
-    return sum(each.together for each in measured) / apart if apart else None
+    separate = sum(each.separate for each in measured)
+    return sum(each.paired for each in measured) / separate if separate else None

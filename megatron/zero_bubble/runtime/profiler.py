@@ -78,9 +78,9 @@ class Profiler:
                 self._within[chunk, part].append(seconds * 1000.0)
             own = measured.end - measured.start - sum(seconds for _, seconds in measured.within)
             self._times[chunk, kind].append(own * 1000.0)
-            if measured.held is not None:
+            if measured.memory_change is not None:
                 drops = kind is OpKind.F and (chunk, microbatch) in recomputed
-                (self._dropped[chunk] if drops else self._memory[chunk, kind]).append(measured.held)
+                (self._dropped[chunk] if drops else self._memory[chunk, kind]).append(measured.memory_change)
                 self._inside[chunk] = max(self._inside[chunk], measured.inside)
 
     def costs(
@@ -119,7 +119,7 @@ class Profiler:
                     noise=max(_relative_spread(self._times[chunk, kind]) for kind in matter),
                     inside=self._inside[chunk],
                     exchanged={
-                        kind: exchanged[chunk, kind] * in_pairs.hidden for kind in kinds if (chunk, kind) in exchanged
+                        kind: exchanged[chunk, kind] * in_pairs.overlap for kind in kinds if (chunk, kind) in exchanged
                     },
                     pairs=in_pairs,
                     num_blocks=recomputation.num_blocks.get(chunk, 0),
@@ -132,9 +132,9 @@ class Profiler:
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by operations of `kind`; for F, include the activations that R restores."""
-        kept = self._memory.get((chunk, kind))
-        if kept:
-            return center(kept)
+        changes = self._memory.get((chunk, kind))
+        if changes:
+            return center(changes)
         if kind is OpKind.F and self._dropped[chunk]:
             return center(self._dropped[chunk]) + self._memory_of(chunk, OpKind.R, center)
         return 0
@@ -176,7 +176,7 @@ def combine_costs(
     def most(value: Callable[[ChunkCosts], _Number]) -> tuple[_Number, ...]:
         return tuple(max(map(value, replicas)) for replicas in stages)
 
-    def held_after(*kinds: OpKind) -> tuple[float, ...]:
+    def memory_after(*kinds: OpKind) -> tuple[float, ...]:
         # The changes are summed for each replica, because the replica that keeps most in F releases most in B.
         return most(lambda chunk: sum(by_result(chunk.memory).get(kind, 0.0) for kind in kinds))
 
@@ -193,28 +193,28 @@ def combine_costs(
 
     times = {name: time_of(kind) for name, kind in TIMES.items()}
     fused = most(lambda chunk: chunk.times.get(OpKind.BW, 0.0))
-    kept = held_after(OpKind.F)
-    waiting = held_after(OpKind.F, OpKind.B)
-    left = held_after(OpKind.F, OpKind.B, OpKind.W)
+    after_f = memory_after(OpKind.F)
+    after_b = memory_after(OpKind.F, OpKind.B)
+    after_w = memory_after(OpKind.F, OpKind.B, OpKind.W)
     # T (the weight gradient of a vocabulary shard) frees the memory that S (the shard's output layer) keeps. A part of
     # this memory is freed between S and T, in a collective, where memory is not measured.
-    softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
+    softmax = [max(0.0, change) for change in memory_after(OpKind.S)]
     costs = StageCosts(
         **times,
         saved_bw=tuple(map(fused_saving, fused, times["time_b"], times["time_w"])),
         all_to_all_f=tuple(map(min, exchanged(OpKind.F), times["time_f"])),
         all_to_all_b=tuple(map(min, exchanged(OpKind.B, OpKind.BW), times["time_b"])),
         time_comm=tuple(max(own.get(edge, 0.0) for _, own in gathered) for edge in range(placement.num_stages - 1)),
-        memory_f=kept,
-        memory_b=tuple(map(operator.sub, waiting, kept)),
-        memory_w=tuple(map(operator.sub, left, waiting)),
-        memory_r=tuple(max(0.0, restored) for restored in held_after(OpKind.R)),
+        memory_f=after_f,
+        memory_b=tuple(map(operator.sub, after_b, after_f)),
+        memory_w=tuple(map(operator.sub, after_w, after_b)),
+        memory_r=tuple(max(0.0, restored) for restored in memory_after(OpKind.R)),
         **{KINDS[kind].link: copy_time(kind) for kind in COPIES},
         memory_d=tuple(max(0.0, min(replica.released for replica in replicas)) for replicas in stages),
         num_blocks=most(lambda chunk: chunk.num_blocks),
         memory_outside=most(lambda chunk: chunk.outside),
         memory_s=tuple(softmax),
-        memory_t=tuple(-kept for kept in softmax),
+        memory_t=tuple(-change for change in softmax),
     )
     noise, ratio = max(chunk.noise for chunk in chunks), duration_ratio([chunk.pairs for chunk in chunks])
     return MeasuredCosts(costs, noise, most(lambda chunk: chunk.inside), ratio)

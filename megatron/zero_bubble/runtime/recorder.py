@@ -89,17 +89,17 @@ def device_clock(device: torch.device) -> Clock:
 class MeasuredOp:
     """One operation that a rank ran, from `start` to `end` in seconds; the operation's inputs arrive before `start`.
 
-    `held` is the number of bytes by which the operation changed the memory in use; None if memory was not measured.
-    `inside` is the operation's temporary memory in bytes: the peak of the memory in use during the operation, minus the
-    larger of the memory in use before and after the operation. `exchanged` is the time in seconds for which experts
-    exchanged tokens during the operation. `within` contains (kind, seconds) of each kind of work, R or W, that ran as a
-    part of the operation.
+    `memory_change` is the number of bytes by which the operation changed the memory in use; None if memory was not
+    measured. `inside` is the operation's temporary memory in bytes: the peak of the memory in use during the operation,
+    minus the larger of the memory in use before and after the operation. `exchanged` is the time in seconds for which
+    experts exchanged tokens during the operation. `within` contains (kind, seconds) of each kind of work, R or W, that
+    ran as a part of the operation.
     """
 
     op: Op
     start: float
     end: float
-    held: int | None = None
+    memory_change: int | None = None
     inside: int = 0
     exchanged: float = 0.0
     within: tuple[tuple[OpKind, float], ...] = ()
@@ -136,7 +136,7 @@ class OpRecorder:
         self._after_op = after_op
         self._begun: Any = None
         self._ops: list[tuple[tuple[Op, ...], int | None, int]] = []
-        """Operations that ran as one, and their `MeasuredOp.held` and `MeasuredOp.inside`."""
+        """Operations that ran as one, and their `MeasuredOp.memory_change` and `MeasuredOp.inside`."""
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
         """(index in `_ops`, kind, start mark, end mark) of each part of an operation; see `timed_within`."""
@@ -153,13 +153,13 @@ class OpRecorder:
         On a GPU, `end` is called when the operations have been launched, and records when the GPU reaches their end.
         """
         self._marks += (self._begun, self._clock.mark())
-        held, inside = None, 0
+        memory_change, inside = None, 0
         if self._meter is not None and ops[0].kind not in POST_VALIDATION:
-            held, inside = self._meter.end(ops[0]), self._meter.inside
+            memory_change, inside = self._meter.end(ops[0]), self._meter.inside
             for op in ops[1:]:
                 self._meter.begin(op)
-                held += self._meter.end(op)
-        self._ops.append((ops, held, inside))
+                memory_change += self._meter.end(op)
+        self._ops.append((ops, memory_change, inside))
         self._after_op()
 
     def close(self) -> None:
@@ -196,8 +196,8 @@ class OpRecorder:
             parts[number][kind] += end - begin
         measured = [
             _with_parts(op, dict(parts[number])) if number in parts else op
-            for number, ((ops, held, inside), times) in enumerate(zip(self._ops, intervals, strict=True))
-            for op in _share(ops, *times, held, inside)
+            for number, ((ops, memory_change, inside), times) in enumerate(zip(self._ops, intervals, strict=True))
+            for op in _share(ops, *times, memory_change, inside)
         ]
         self._ops, self._marks, self._parts = [], [], []
         return measured
@@ -208,7 +208,7 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
     return replace(op, exchanged=exchanged, within=tuple((kind, time) for kind, time in parts.items() if kind))
 
 
-def _share(ops: Sequence[Op], start: float, end: float, held: int | None, inside: int) -> Iterator[MeasuredOp]:
+def _share(ops: Sequence[Op], start: float, end: float, memory_change: int | None, inside: int) -> Iterator[MeasuredOp]:
     """Divide a duration and a change of memory equally among `ops`, which ran as one operation.
 
     In a pair of a forward and a backward, the backward gets the whole duration, as in a simulation, and the forward
@@ -216,11 +216,11 @@ def _share(ops: Sequence[Op], start: float, end: float, held: int | None, inside
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
-        yield MeasuredOp(forward, start, start, held, inside)
-        yield MeasuredOp(backward, start, end, None if held is None else 0, inside)
+        yield MeasuredOp(forward, start, start, memory_change, inside)
+        yield MeasuredOp(backward, start, end, None if memory_change is None else 0, inside)
         return
     each = (end - start) / len(ops)
-    share = None if held is None else round(held / len(ops))
+    share = None if memory_change is None else round(memory_change / len(ops))
     for k, op in enumerate(ops):
         last = end if k + 1 == len(ops) else start + (k + 1) * each
         yield MeasuredOp(op, start + k * each, last, share, inside)

@@ -253,10 +253,10 @@ class Replanner:
             return trial.planned
         span = self._measured.add_checked(self._checked)
         measured = self._measure(trial.num_microbatches, statistics.fmean)  # later profiles begin anew
-        if trial.own_span is not None:
+        if trial.baseline_span is not None:
             planned_span = (trial.span_before + span) / 2
-            return self._end_trial(trial, TrialResult(trial.own.name, trial.own_span, planned_span))
-        self._trial = replace(trial, own_span=span, own_costs=measured.costs)
+            return self._end_trial(trial, TrialResult(trial.baseline.name, trial.baseline_span, planned_span))
+        self._trial = replace(trial, baseline_span=span, baseline_costs=measured.costs)
         self._check_at += CHECK_AFTER
         self._checked_numbers.clear()
         return trial.planned
@@ -264,17 +264,17 @@ class Replanner:
     def _end_trial(self, trial: OrderTrial, result: TrialResult) -> RunSchedules | None:
         old, self._trial, self._step = self._known_profile(), None, self._check_at
         if not result.keeps_planned:
-            assert trial.own_costs is not None
-            own = trial.own.schedule(trial.num_microbatches)
-            self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs, own))
-            self._first_costs = self._profile.costs  # megatron-core's own order is the baseline, with equal waits
-            self._plan = self._current = trial.own
+            assert trial.baseline_costs is not None
+            baseline = trial.baseline.schedule(trial.num_microbatches)
+            self._profile = replace(old, costs=with_measured_times(old.costs, trial.baseline_costs, baseline))
+            self._first_costs = self._profile.costs  # the order that runs is the baseline: equal waits
+            self._plan = self._current = trial.baseline
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
             self.megatrons = result.megatrons_time(prediction.time, old.costs)
             prediction = replace(prediction, megatrons=self.megatrons)
         self._report(Report(prediction, result.keeps_planned, None, self._step, trial=result))
-        return None if result.keeps_planned else trial.own
+        return None if result.keeps_planned else trial.baseline
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict the time and the memory of a schedule from the current profile."""
@@ -286,7 +286,7 @@ class Replanner:
             self._plan.recompute,
             self.megatrons,
             interlocks=self._plan.request.post_validation,
-            # The waits of this order, which corrections add to messages, say nothing about 1F1B.
+            # Corrections add this order's waits to the times of messages, but 1F1B may wait less or more.
             baseline_costs=replace(
                 profile.costs, time_comm=first.time_comm, latency_collective=first.latency_collective
             ),

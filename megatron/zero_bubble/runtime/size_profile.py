@@ -26,7 +26,7 @@ _BETTER = 0.98
 class _Sample(NamedTuple):
     size: MicrobatchSize
     milliseconds: float
-    held: float | None
+    memory_change: float | None
     """Change of memory in bytes; None if memory was not measured."""
     inside: float | None
     """Temporary memory of the operation in bytes; None if memory was not measured."""
@@ -60,19 +60,19 @@ class SizeProfile:
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
-        restored = {(run.op.chunk, run.op.microbatch): run.held for run in ops if run.op.kind is OpKind.R}
+        restored = {(run.op.chunk, run.op.microbatch): run.memory_change for run in ops if run.op.kind is OpKind.R}
         for measured in outside_of_pairs(ops):
             kind, microbatch, chunk = measured.op
             if not KINDS[kind].time:
                 continue
-            held: float | None = measured.held
-            inside = None if held is None else measured.inside
-            if kind is OpKind.F and held is not None:
+            memory_change: float | None = measured.memory_change
+            inside = None if memory_change is None else measured.inside
+            if kind is OpKind.F and memory_change is not None:
                 # The sum for F and R is the memory of an F that keeps all activations.
-                held += restored.get((chunk, microbatch)) or 0
+                memory_change += restored.get((chunk, microbatch)) or 0
             stage = self._placement.stage_of(self._rank, chunk)
             milliseconds = (measured.end - measured.start) * 1000.0
-            self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held, inside))
+            self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, memory_change, inside))
 
     def fit(self, usual: StageCosts, gather: Callable[[_Samples], list[_Samples]]) -> SizedCosts | None:
         """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each rank.
@@ -105,7 +105,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
     }
     times = {kind: name for name, kind in TIMES.items()}
     for stage in range(usual.num_stages):
-        for field, names in (("milliseconds", times), ("held", _MEMORY)):
+        for field, names in (("milliseconds", times), ("memory_change", _MEMORY)):
             measured = {kind: _points(values, field) for (of, kind), values in samples.items() if of == stage}
             for kind, curve in _curves_by_result(measured).items():
                 if kind in names:

@@ -180,7 +180,7 @@ class StepPlanner:
 
     def _decide(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepDecision:
         self._decides = True
-        begin, problem = time.perf_counter(), self._problem(rules, count, sizes)
+        start, problem = time.perf_counter(), self._problem(rules, count, sizes)
         known = [size for size in sizes if size is not None]
         as_it_comes = StepDecision(known if len(known) == count else None, tuple(range(count)))
         if problem is not None and self._is_late(problem):
@@ -198,7 +198,7 @@ class StepPlanner:
             return as_it_comes
         level, schedule, order, milliseconds = answer
         self._last_orders[count] = order.places, known
-        waited = 1000.0 * (time.perf_counter() - begin)
+        waited = 1000.0 * (time.perf_counter() - start)
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
@@ -238,11 +238,11 @@ class PlanningProcess:
     """
 
     def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, child_end = Pipe()
+        with child_end:
             self.worker = subprocess.Popen(
-                [sys.executable, "-m", step_worker.__name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", step_worker.__name__, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planning")

@@ -111,9 +111,9 @@ class Watchdog:
     ) -> None:
         # A connection to the store is busy while its owner waits for a key. Before torch 2.8, a store has only one
         # connection; the watchdog may share this connection, because no step waits for a key.
-        own = store.clone() if hasattr(store, "clone") else store
-        generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
-        self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
+        connection = store.clone() if hasattr(store, "clone") else store
+        generation = connection.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
+        self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", connection)
         self._rank, self._world_size = rank, world_size
         self._position, self._timeout = position, timeout
         self._report, self._leave = report, leave

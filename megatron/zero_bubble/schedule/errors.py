@@ -35,7 +35,7 @@ class Infeasible(ScheduleError):
     """
 
     def __init__(self, message: str, smallest_limit: float, of_ranks: tuple[float, ...] = ()) -> None:
-        # Pickling, with which errors are sent to other ranks, keeps only `args`. Therefore `args` contains the limits.
+        # Errors are pickled to send them to other ranks. Pickling keeps only `args`, so the limits are in `args`.
         super().__init__(message, smallest_limit, of_ranks)
         self.smallest_limit = smallest_limit
         self.of_ranks = of_ranks

@@ -97,8 +97,8 @@ def check_copies(schedule: Schedule, rank: int) -> None:
         if op._replace(kind=OpKind.F) in in_pairs:
             other = op._replace(kind=OpKind.F)
         if other is not None:
-            which = "recomputed activations" if other.kind is OpKind.R else "activations of a pair"
-            raise schedule.invalid(f"rank {rank} runs {op} and also {other}: {which} cannot be offloaded")
+            activations = "recomputed activations" if other.kind is OpKind.R else "activations of a pair"
+            raise schedule.invalid(f"rank {rank} runs {op} and also {other}: {activations} cannot be offloaded")
 
 
 def without_copies(schedule: Schedule) -> Schedule:

@@ -133,8 +133,8 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
             receive = Op(receive_kind, microbatch, receive_chunk)
             consumer = consumers[destination].pop(receive, None)
             if consumer is None:
-                made = Op(kind, microbatch, chunk)
-                raise schedule.invalid(f"rank {source} makes {made}, but rank {destination} never uses it")
+                op = Op(kind, microbatch, chunk)
+                raise schedule.invalid(f"rank {source} makes {op}, but rank {destination} never uses it")
             message = _Message(Op(send.kind, microbatch, chunk), maker, receive, consumer, time)
             messages[source, destination].append(message)
     for rank, unmatched in enumerate(consumers):
@@ -187,7 +187,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message of `channel` -> position in `order` of the computation whose result is the message before; -1 if none."""
+    """Message of `channel` -> position in `order` of the computation that makes the previous message; -1 if none."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -236,8 +236,8 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
             last = min(last, places[-1].before, order.num_before(rank, order.numbers[source][next_maker]))
             due = min(due, order.ends[source][next_maker])
         in_time = bisect_right(ends, due - message.time)
-        wanted = max(min(message.consumer - receive_ahead, in_time), undisturbed)
-        places.append(_Place(min(max(wanted, first), last), turns[k]))
+        preferred = max(min(message.consumer - receive_ahead, in_time), undisturbed)
+        places.append(_Place(min(max(preferred, first), last), turns[k]))
     return places[::-1]
 
 

@@ -71,8 +71,8 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
         before = []
         for rank, numbers in enumerate(order.numbers):
             first = max(collective.earliest[rank], bisect_right(numbers, previous))
-            wanted = _best_place(order.starts[rank], order.ends[rank], start, complete)
-            before.append(min(max(first, wanted), order.num_before(rank, deadline)))
+            preferred = _best_place(order.starts[rank], order.ends[rank], start, complete)
+            before.append(min(max(first, preferred), order.num_before(rank, deadline)))
         placed.append(PlacedCollective(collective.op, tuple(before), previous))
         behind = [(order.numbers[rank][k - 1], order.ends[rank][k - 1]) for rank, k in enumerate(before) if k]
         previous = max([previous, collective.last_maker, *(number for number, _ in behind)])

@@ -137,7 +137,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
     """Rank -> number of forwards that can come before VALIDATE, at most `counts[rank]`.
 
-    A forward can come before VALIDATE only if every input of the forward is made before VALIDATE, too.
+    A forward can come before VALIDATE only if every input of the forward is computed before VALIDATE, too.
     """
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
@@ -192,8 +192,8 @@ def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
     Every rank has one STEP, which is its last operation, and one VALIDATE. All computations before VALIDATE can be run
-    again, and all inputs of these computations are made before VALIDATE. A message that is received before VALIDATE is
-    also sent before VALIDATE. A collective comes before VALIDATE either on all ranks or on no rank.
+    again, and all inputs of these computations are computed before VALIDATE. A message that is received before VALIDATE
+    is also sent before VALIDATE. A collective comes before VALIDATE either on all ranks or on no rank.
 
     Raises:
         InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.

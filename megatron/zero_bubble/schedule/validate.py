@@ -54,7 +54,8 @@ def validate(schedule: Schedule) -> None:
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights (W,
       BW) in microbatch order, so that sums of gradients do not depend on the schedule, bit for bit.
     - An operation runs after the operations of the same rank that make its inputs. If a forward and a backward run as
-      one operation (a pair), the inputs of the forward and the backward are made before the pair.
+      one operation (a pair), the pair runs after the operations that make the inputs of the forward and of the
+      backward.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends from one rank to another and the receives of these messages have the same order. All ranks run the
       collectives of vocabulary shards in the same order.
@@ -225,7 +226,8 @@ def _check_recomputations(schedule: Schedule, rank: int) -> None:
 
 
 def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that `rank` receives each remote input before the input is used, and sends each result after it is made."""
+    """Check that `rank` receives each remote input before the input is used, and sends each result after its
+    computation."""
     placement, none = schedule.placement, [-1] * schedule.num_microbatches
     unused = {key: list(row) for key, row in rows.items() if key[0] in COMMUNICATION}
     for (kind, chunk), row in rows.items():

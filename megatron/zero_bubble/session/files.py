@@ -24,16 +24,16 @@ def read_file(path: str | Path) -> str:
 
 @contextmanager
 def reading(
-    given: str, errors: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, ScheduleError)
+    subject: str, errors: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, ScheduleError)
 ) -> Iterator[None]:
     """Turn an error of the `with` block, which reads a user's file, into a `ValueError` of one line.
 
     Args:
-        given: the beginning of the message: the flag and the file, such as `--profile costs.json`.
+        subject: the beginning of the message: the flag and the file, such as `--profile costs.json`.
         errors: the errors to turn into a `ValueError`.
 
     Raises:
-        ValueError: the block raised one of `errors`; the message begins with `given`.
+        ValueError: the block raised one of `errors`; the message begins with `subject`.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def reading(
         reason = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = f"cannot be read: {error.strerror}"
-        raise ValueError(f"{given}: {reason}") from error
+        raise ValueError(f"{subject}: {reason}") from error
 
 
 def write_file(path: str | Path, text: str) -> None:
@@ -70,7 +70,7 @@ def write_file(path: str | Path, text: str) -> None:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Return why `write_file` cannot write `path`; None if nothing speaks against it, so that long work may begin."""
+    """Return why `write_file` cannot write `path`; None if it probably can. Called before long work begins."""
     try:
         if path.is_dir():
             return f"{path} is a folder; name a file"

@@ -41,7 +41,7 @@ class HybridPattern:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the pattern says which layers each stage has."""
+        """Whether the pattern divides the layers into stages."""
         return len(self.stages) > 1
 
     @property

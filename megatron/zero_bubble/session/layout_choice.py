@@ -249,7 +249,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
     num_ranks, chunks = flags.pipeline_model_parallel_size, flags.model_chunks or 1
     if partition_sources(flags):
         placement = Placement("linear" if chunks == 1 else "interleaved", num_ranks, chunks)
-        if flags.pipeline_model_parallel_layout is not None:  # may have been made from the other flags
+        if flags.pipeline_model_parallel_layout is not None:  # the job may have made this flag from the other flags
             flags = replace(flags, **WITHOUT_PARTITION)
         return Layout(placement, partition_of_flags(flags, placement), flags.recompute)
     try:

@@ -53,7 +53,7 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
     """Text with the speedup of the plan `chosen` over each plan in `megatrons` (plans of Megatron's split)."""
-    return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
+    return ", ".join(f"{plan.time / chosen.time:.3f} under {plan.request.schedule}" for plan in megatrons)
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:

@@ -120,7 +120,7 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
     Only the ratios of the measured times count, because a busy machine may be faster or slower during the rehearsal
     than in training. All measured times are therefore scaled so that the last plan, on Megatron's split, keeps its
     predicted time. The rehearsal yields one slowdown for layouts with vocabulary shards and one for layouts without
-    vocabulary shards. The predicted time of a layout that was not rehearsed is multiplied by the slowdown of its kind.
+    vocabulary shards. The predicted times of layouts that were not rehearsed are multiplied by the matching slowdown.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]

@@ -64,7 +64,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
             )
         given = RunSchedules.of(_read(Path(name.removeprefix(SCHEDULE_FILE))))
         plan = given.requesting(recomputes=(flags.recompute,), vocabulary_parallel=flags.vocabulary_parallel)
-        if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
+        if plan.fixed_schedule is not None and plan.fixed_schedule.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
                 "the schedule has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
             )
@@ -118,7 +118,7 @@ def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
         )
     except ScheduleError:  # megatron-core has no schedule for this number of microbatches
         return ""
-    orders = ([[op for op in ops if op.kind is OpKind.F] for ops in one.ops] for one in (schedule, own))
+    orders = ([[op for op in ops if op.kind is OpKind.F] for ops in each.ops] for each in (schedule, own))
     if next(orders) == next(orders):
         return ""
     return (
@@ -150,7 +150,7 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
     total = len(sizes) * (sizes[0] + sizes[-1]) // 2 if isinstance(sizes, range) else sum(sizes)
     microbatches = total // (flags.micro_batch_size * flags.data_parallel_size)
     most = MAX_OPERATIONS // (3 * stages)
-    if plan.given is None and microbatches > most:
+    if plan.fixed_schedule is None and microbatches > most:
         given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
         many = f"{microbatches} microbatches"
         if flags.step_batch_sizes is not None:
@@ -170,8 +170,8 @@ def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
             plan.schedule(flags.num_microbatches(size))
-        if plan.given is not None:
-            if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
+        if plan.fixed_schedule is not None:
+            if plan.fixed_schedule.has_post_validation and not flags.zero_bubble_post_validation:
                 raise ScheduleError("the schedule's operations STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(flags, plan)
 
@@ -228,8 +228,8 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
     A limit in bytes cannot be checked before memory is measured.
     """
-    assert plan.given is not None
-    schedule = plan.schedule(plan.given.num_microbatches)
+    assert plan.fixed_schedule is not None
+    schedule = plan.schedule(plan.fixed_schedule.num_microbatches)
     limit = None
     if flags.memory_limit is not None:
         limit = flags.memory_limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)

@@ -165,7 +165,7 @@ def given_profile(flags: JobFlags) -> Profile | None:
         profile = profile_from_json(read_file(flags.zero_bubble_profile_input))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
-        partition_of_profile(profile)  # later readers of the partition meet no damage
+        partition_of_profile(profile)  # raises an error for a damaged partition now
     return profile
 
 

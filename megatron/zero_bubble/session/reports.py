@@ -53,7 +53,7 @@ def print_error(program: str, message: object) -> None:
 
 
 def flush_output() -> None:
-    """Flush both streams of a process that ends; errors do not matter any more, for example of a closed stream."""
+    """Flush the output streams of a process that ends; ignore errors, such as the error of a closed stream."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -101,7 +101,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     if choice.rehearsed:
         yield f"     rehearsed, {rehearsal_words(choice.rehearsed, choice.request.usual)}"
     if choice.megatrons:
-        yield f"     as fast as, with Megatron's split: {gain_words(chosen, choice.megatrons)}"
+        yield f"     speed relative to Megatron's split: {gain_words(chosen, choice.megatrons)}"
     yield f"     the same layout in another run: {flags_text(flags)}"
 
 

@@ -57,7 +57,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The job's forward-backward function, which runs schedules, and measures and plans again as `job.planning` says.
+    """The job's forward-backward function, which runs schedules, and measures and plans again as set by `job.planning`.
 
     Args:
         iteration: the iteration after which the job begins.

@@ -121,7 +121,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
 
 
 def _with_means(costs: StageCosts, means: Sequence[Mapping[OpKind, float]]) -> StageCosts:
-    """Replace the times of the kinds of operations that were measured; F, B and W that were not measured keep theirs.
+    """Replace the times of the kinds of operations that were measured; the other times of F, B and W do not change.
 
     Args:
         means: for each stage, the mean times of the measured kinds of operations.

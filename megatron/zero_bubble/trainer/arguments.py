@@ -267,13 +267,13 @@ def parse_arguments(
             f"{flag_name(refused[0])}: {prog} does not support this flag: leave it out, or train with your own "
             "Megatron-LM (docs/megatron_lm.md)"
         )
-    said = {argument.split("=")[0] for argument in argv}
-    if {*_PATTERNS} <= said:
+    flag_names = {argument.split("=")[0] for argument in argv}
+    if {*_PATTERNS} <= flag_names:
         raise ValueError(f"{' and '.join(_PATTERNS)} are names of one flag: give the first")
     if (text := take_flags(_PatternFlag, (_PatternFlag,), argv)[0].hybrid_layer_pattern) is not None:
         pattern = HybridPattern.parse(text)
         numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
-        added = {name: number for name, number in numbers.items() if number is not None and name not in said}
+        added = {name: number for name, number in numbers.items() if number is not None and name not in flag_names}
         argv = [*argv, *(f"{name}={number}" for name, number in added.items())]
     try:
         return translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))

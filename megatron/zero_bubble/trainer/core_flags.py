@@ -26,7 +26,7 @@ import torch
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.flag_parser import flag
 
-# On a CPU, megatron-core must be imported after this call; otherwise the import compiles code for minutes.
+# On a CPU, megatron-core is imported after `substitute_cuda()`; otherwise the import compiles code for minutes.
 substitute_cuda().restore()
 
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402

@@ -77,9 +77,9 @@ class TokenFile:
     lengths: np.ndarray
     """Number of tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
-    def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
-        """Whether sequences `begin` to `end` - 1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
-        parts = (self.lengths[start : min(start + _CHUNK, end)] for start in range(begin, end, _CHUNK))
+    def has_tokens(self, first: int, end: int, minimum: int) -> bool:
+        """Whether sequences `first` to `end` - 1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
+        parts = (self.lengths[start : min(start + _CHUNK, end)] for start in range(first, end, _CHUNK))
         totals = accumulate((int(part.sum(dtype=np.int64)) for part in parts), initial=0)
         return any(total >= minimum for total in totals)
 
@@ -165,10 +165,10 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
     for name, bounds in zip(SPLITS, matrix, strict=True):
         if bounds is None:
             continue
-        begin, end = (round(bound * float(count)) for bound in bounds)  # as the builder rounds
-        if not file.has_tokens(begin, end, min_tokens):
+        first, end = (round(bound * float(count)) for bound in bounds)  # as the builder rounds
+        if not file.has_tokens(first, end, min_tokens):
             raise ValueError(
-                f"--split {split}: the {name} split gets {end - begin} of the {count} documents of {flag} "
+                f"--split {split}: the {name} split gets {end - first} of the {count} documents of {flag} "
                 f"{file.prefix}, fewer than {min_tokens} tokens; give this split a larger share, or 0"
             )
 

@@ -136,7 +136,7 @@ def build_data_iterator(
         return None
     collate: _Collate = default_collate
     if args.variable_seq_lengths:
-        # Tensor- and context-parallel ranks get equal parts of a microbatch only if this number divides its length.
+        # The length is padded to a multiple of `multiple`, so that tensor- and context-parallel ranks get equal parts.
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         multiple *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
         collate = partial(padded, multiple=multiple)

@@ -63,7 +63,8 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     init_num_microbatches_calculator(args.rank, None if by_steps else ramp, *sizes, **by_steps)
     yield
-    # After an error, the rank skips the rest, because other ranks may wait in a collective until torchrun ends them.
+    # After an error, the rank skips the clean-up, whose collectives would wait for other ranks until torchrun ends
+    # them.
     dist.barrier()
     unset_num_microbatches_calculator()
     # megatron-core stores auxiliary losses globally, with process groups and one value for each layer of this model.

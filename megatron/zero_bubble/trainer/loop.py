@@ -250,7 +250,7 @@ class Trainer:
             chunk.eval()
         num_microbatches = get_num_microbatches()
         reports, reason = [], None
-        # The timers are about training.
+        # The timers measure only training steps.
         with replaced(get_model_config(self._model[0]), "timers", None), torch.no_grad():
             for _ in range(args.eval_iters):
                 reason = self._exit_reasons.reason_in_evaluation()

@@ -53,7 +53,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         attention_softmax_in_fp32=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         # The fusion of bias and dropout is a CUDA kernel; on a CPU, its compilation takes minutes and saves no time.
-        # megatron-core's grouped experts with biases refuse it.
+        # With the fusion, megatron-core's grouped experts refuse biases.
         bias_dropout_fusion=torch.cuda.is_available() and (args.disable_bias_linear or not args.moe_grouped_gemm),
         masked_softmax_fusion=False,
         bias_activation_fusion=fuses_activation(args),

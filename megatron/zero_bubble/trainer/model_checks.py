@@ -87,7 +87,8 @@ def check_fp8(args: Arguments, has_cuda: bool) -> None:
 
 
 def check_experts(args: Arguments, has_cuda: bool) -> None:
-    """Raise `ValueError` if the flags of experts contradict each other, or if their ranks do not divide those given."""
+    """Raise `ValueError` if the flags of experts contradict each other, or do not divide the ranks of a stage or the
+    experts."""
     experts, ranks, tensor = args.num_experts, args.expert_model_parallel_size, args.tensor_model_parallel_size
     stage, expert = args.world_size // args.pipeline_model_parallel_size, args.expert_tensor_parallel_size
     if stage % (ranks * (expert or tensor)):

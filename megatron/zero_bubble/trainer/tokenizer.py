@@ -152,8 +152,8 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
         file = given / "tokenizer.json" if given.is_dir() else given
         is_file = file.is_file()
     if not is_file:
-        what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
-        raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
+        reason = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: {reason}")
     # Imported here, because a run with NullTokenizer does not need the package.
     from tokenizers import Tokenizer
 

@@ -60,12 +60,12 @@ FAULTS = (
     Fault(
         name="stand-in-layout-stays",
         file="launcher/script_choice.py",
-        old="""    before = change_settings(script, given)
+        old="""    before = change_settings(script, settings)
     result = call.proceed()
     if is_layout_open(job):
         vars(script).update(before)
     return result""",
-        new="""    change_settings(script, given)
+        new="""    change_settings(script, settings)
     return call.proceed()""",
         effect=(
             "With a number of layers that the stages do not divide, --zero-bubble silently keeps an even split "

@@ -8,7 +8,7 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Minimum number of rounds, and of measured iterations per training, for the benchmark to recommend a schedule."""
+"""Minimum number of rounds, and of measured iterations per training run, for the benchmark to recommend a schedule."""
 _MIB = 2**20
 
 
@@ -22,7 +22,7 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
 
     Args:
         results: one result for each schedule, with megatron-core's 1F1B first.
-        iterations: number of iterations that the benchmark measures in each training.
+        iterations: number of iterations that the benchmark measures in each training run.
     """
     best = max(results, key=lambda result: result.ratio)
     others = sorted((result for result in results if result is not best), key=lambda result: -result.ratio)

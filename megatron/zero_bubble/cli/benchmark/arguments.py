@@ -80,16 +80,16 @@ def _count_flag(help: str, default: int, smallest: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
-    """the trainings"""
+    """the training runs"""
 
-    following: ClassVar[str] = "[SCRIPT] <the flags of a training>"
+    following: ClassVar[str] = "[SCRIPT] <the flags of a training run>"
     script: Path | None = None
     """The Megatron-LM script that the benchmark runs; None if the benchmark runs this project's pretrain_gpt.py."""
     schedule_flags: tuple[str, ...] = ()
     """Zero-bubble flags that all schedules of --schedule share; the flags of a single schedule follow these flags."""
 
     pipeline_size: int = flag(
-        "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",
+        "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training run)",
         parse=at_least(2),
         metavar="P",
     )
@@ -102,16 +102,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         action="append",
         metavar="NAME",
     )
-    rounds: int = _count_flag("number of trainings of every schedule", 5)
+    rounds: int = _count_flag("number of training runs of every schedule", 5)
     warmup: int = _count_flag(
-        "unmeasured iterations at the start of a training; `auto` plans after the sixth, may correct the plan after "
+        "unmeasured iterations at the start of a run; `auto` plans after the sixth, may correct the plan after "
         "the fourteenth, and may compare its order with megatron-core's order until the thirtieth",
         30,
         7,
     )
-    iterations: int = _count_flag("measured iterations of a training", 20)
+    iterations: int = _count_flag("measured iterations of a training run", 20)
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
-    timeout: int = _count_flag("largest duration of a training in seconds", 600)
+    timeout: int = _count_flag("largest duration of a training run in seconds", 600)
     baseline_flags: list[str] | None = flag(
         "flags only for the training under megatron-core's 1F1B, in quotes", parse=_quoted_words, metavar="FLAGS"
     )

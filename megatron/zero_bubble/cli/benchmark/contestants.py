@@ -18,7 +18,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule for a training with --zero-bubble alone, which chooses its layout at start-up."""
+"""Value of --schedule for a training run with --zero-bubble alone, which chooses its layout at start-up."""
 CHUNKS_FLAG = flag_name(CHUNK_FLAGS[0])
 
 
@@ -55,7 +55,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     """Return the schedules to compare: the baseline, the schedules of --schedule, and the further schedules in `peers`.
 
     Raises:
-        ValueError: a training would refuse its flags, or a schedule is unknown.
+        ValueError: a training run would refuse its flags, or a schedule is unknown.
     """
     shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
     if "--train-samples" not in names_in(shared):
@@ -124,7 +124,7 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:
-    """Return the number of model chunks per rank from a training's flags; None if the flags give no number."""
+    """Return the number of model chunks per rank from a training run's flags; None if the flags give no number."""
     value = value_of(CHUNKS_FLAG, words) or ""
     return int(value) if value.isdigit() else None
 

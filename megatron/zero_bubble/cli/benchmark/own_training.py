@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a training that the user gives after `--`: flags, or a script with its flags."""
+"""Prepares the benchmark of a training run that the user gives after `--`: flags, or a script with its flags."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """Return the benchmark's flags for the user's training, and the schedules to compare with megatron-core's 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
-    writes nothing, evaluates nothing, and stops after the last measured iteration. Trainings under megatron-core's
+    writes nothing, evaluates nothing, and stops after the last measured iteration. Training runs under megatron-core's
     schedules get no zero-bubble flags. The training under a zero-bubble schedule gets `--zero-bubble` if the user's
     flags name no schedule. A Megatron-LM script runs under `python -m megatron.zero_bubble` with every schedule,
     including megatron-core's schedules.
@@ -78,7 +78,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, chunk_words = parted(shared, (*CHUNKS_OR_GROUPS, *[LAYOUT] * (chunks > 1)))
     shared, for_all = parted(shared, (_CPU,))
     shared, ours = parted(shared, (*ALIASES, *(_NEED_SCHEDULE if script is not None else ())), prefix="--zero-bubble")
-    # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
+    # The benchmark computes the TFLOP/s of this project's trainer, and reads a script's TFLOP/s from Megatron-LM's log.
     added = [] if script is None else unless_given(shared, "--log-throughput")
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
@@ -105,7 +105,7 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
 
 
 def _own_chunks(args: Arguments | ScriptArguments) -> int:
-    """Return the number of model chunks per rank that the flags of a training ask for.
+    """Return the number of model chunks per rank that the flags of a training run ask for.
 
     Raises:
         ValueError: the layer pattern of a hybrid model has several stages per rank, or the flags contradict each other.
@@ -149,6 +149,6 @@ def _contestants(
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
-    """Return the number of microbatches of an iteration, rounded down; a training refuses a fractional number."""
+    """Return the number of microbatches of an iteration, rounded down; a training run refuses a fractional number."""
     replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))

@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds: in each round, one training under every schedule.
+"""Runs the training runs of `zero-bubble benchmark` in rounds: in each round, one run under every schedule.
 
 Rounds spread the load of other programs on the machine about equally over all schedules.
 """
@@ -29,11 +29,11 @@ _Costs = dict[tuple[Placement | None, bool], StageCosts]
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
-    """Train once under every schedule in each round; return a result for each schedule whose trainings all succeeded.
+    """Train once under every schedule in each round; return a result for each schedule whose runs all succeeded.
 
     Raises:
-        ValueError: a training would refuse its flags, or a schedule is unknown.
-        RuntimeError: a training failed under a schedule for which `Contestant.is_required` is True.
+        ValueError: a training run would refuse its flags, or a schedule is unknown.
+        RuntimeError: a training run failed under a schedule for which `Contestant.is_required` is True.
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[Contestant, list[Turn]] = {contestant: [] for contestant in competition.contestants}
@@ -61,8 +61,8 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 def _run_turn(
     contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
-    """Run one training under a schedule; return None if the training failed and `Contestant.is_required` is False."""
-    begin = time.monotonic()
+    """Run one training under a schedule; return None if the run failed and `Contestant.is_required` is False."""
+    start = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
     command = [*flags.launcher, *contestant.program, *competition.flags, *contestant.words, *output]
@@ -76,7 +76,7 @@ def _run_turn(
         print(f"{contestant.name} left out: {error}", file=sys.stderr)
         return None
     line = f"round {number + 1} of {flags.rounds}, {contestant.name}: {median(turn.iteration_ms):.1f} ms an iteration "
-    line += f"({time.monotonic() - begin:.0f} s)"
+    line += f"({time.monotonic() - start:.0f} s)"
     if turn.layout is not None:
         line += f"; {turn.layout}"
     if turn.pipeline_ms is not None:

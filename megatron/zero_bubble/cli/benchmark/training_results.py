@@ -175,7 +175,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
     """Compare the losses of every schedule with the losses of the baseline; return a line for each comparison.
 
     A line shows the largest relative difference between two losses of the same iteration. The losses come from the
-    trainings of the last round. The log of a training shows each loss as the mean over a logging interval, with seven
+    training runs of the last round. The log of a run shows each loss as the mean over a logging interval, with seven
     digits.
 
     Args:
@@ -188,19 +188,21 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
         pairs = [(loss, expected[at]) for at, loss in result.turns[-1].losses if at in expected]
         largest = max((abs(loss - other) / abs(other) for loss, other in pairs), default=None)
         if largest is None:
-            said = "printed no losses to compare"
+            comparison = "printed no losses to compare"
         elif largest == 0:
-            said = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
+            comparison = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
         else:
-            said = f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
-        lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {said}")
+            comparison = (
+                f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
+            )
+        lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {comparison}")
     return "\n".join(lines)
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the median of `values` by the percentile bootstrap (Efron 1979).
 
-    Each value belongs to one round of trainings, and the bootstrap resamples the rounds with replacement. For fewer
+    Each value belongs to one round of training runs, and the bootstrap resamples the rounds with replacement. For fewer
     than three rounds, the function returns None.
     """
     if len(values) < 3:

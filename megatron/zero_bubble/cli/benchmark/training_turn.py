@@ -1,4 +1,4 @@
-"""Runs one training of `zero-bubble benchmark` in separate processes, and reads the training's log."""
+"""Runs one training job of `zero-bubble benchmark` in separate processes, and reads the job's log."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Turn:
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
-    """Return an (iteration, mean loss) pair for each line of a training's log that contains a loss."""
+    """Return an (iteration, mean loss) pair for each line of a job's log that contains a loss."""
     return tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text))
 
 
 def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
-    """Read from a training's log the measurements of all iterations after the first `warmup` iterations.
+    """Read from a job's log the measurements of all iterations after the first `warmup` iterations.
 
     Raises:
         RuntimeError: the log has no iteration after the warmup, or a loss or gradient norm is NaN.
@@ -101,7 +101,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
 
 
 def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: int, timeout: float) -> Turn:
-    """Run a training to its end and return its measurements.
+    """Run a training job to its end and return its measurements.
 
     Raises:
         RuntimeError: the training failed or took longer than `timeout` seconds; the message is one line.

@@ -30,11 +30,11 @@ class CheckFlags(CommandFlags):
     )
     model: str | None = flag("measure a stage of this model only", metavar="NAME")
     cell: list[str] | None = flag(
-        "run this training of the part ranks only; repeat for more (default: all)", action="append", choices=names()
+        "run this job of the part ranks only; repeat for more (default: all)", action="append", choices=names()
     )
     rounds: int = flag("timed steps of a stage", 5, parse=at_least(1), metavar="N")
     time_limit: float = flag(
-        "largest duration of a training in the part ranks, in seconds", 180, parse=positive, metavar="X"
+        "largest duration of a job in the part ranks, in seconds", 180, parse=positive, metavar="X"
     )
     interconnect_bandwidth: float = flag(
         "speed of messages in the predictions, in GB/s", 25, parse=positive, metavar="X"

@@ -24,13 +24,13 @@ _METHODS = (
 
 
 class StagedWork:
-    """Handle of a collective on host copies of tensors; `wait` copies the results to the tensors in `wanted`."""
+    """Handle of a collective on host copies of tensors; `wait` copies the results to the tensors in `targets`."""
 
-    def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
+    def __init__(self, work: Any, on_host: list[Any], targets: Any) -> None:
         self._work = work
         self._on_host = on_host  # keeps the copies alive until they have been sent
-        self._copies = list(zip(_tensors_inside(wanted), _tensors_inside(on_host[0]), strict=False))
-        self._result = wanted
+        self._copies = list(zip(_tensors_inside(targets), _tensors_inside(on_host[0]), strict=False))
+        self._result = targets
 
     def wait(self, *timeout: Any) -> bool:
         if self._work is not None:

@@ -1,4 +1,4 @@
-"""The trainings of `zero-bubble check`, which run each layout under megatron-core's schedule and our schedules."""
+"""The training jobs of `zero-bubble check`, which run each layout under megatron-core's schedule and our schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
-"""Flags that plan a schedule but keep the reference training's layout, so that numerics can be compared bitwise."""
+"""Flags that plan a schedule but keep the reference job's layout, so that numerics can be compared bitwise."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """Flags that disable gradient clipping and dropout, because both depend on the placement of the stages."""
@@ -40,7 +40,7 @@ _EXPERTS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of `zero-bubble check`, with its flags and the values to compare."""
+    """One training job of `zero-bubble check`, with its flags and the values to compare."""
 
     layout: str
     name: str
@@ -80,7 +80,7 @@ def _only_transformer_engine() -> list[Cell]:
 
 
 def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell]:
-    """Return all trainings of `zero-bubble check`; a training comes after the trainings whose files it reads.
+    """Return all training jobs of `zero-bubble check`; a job comes after the jobs whose files it reads.
 
     Args:
         size: `paper` or `tiny`.
@@ -135,14 +135,14 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
 
 
 def names(transformer_impl: str = "local") -> tuple[str, ...]:
-    """Return the training names that the flag `--cell` accepts with the layer implementation `transformer_impl`."""
+    """Return the names of jobs that the flag `--cell` accepts with the layer implementation `transformer_impl`."""
     return tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path(), transformer_impl) if cell.is_ours))
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the trainings named in `names`, and the trainings of the same layouts under megatron-core's schedule.
+    """Return the training jobs named in `names`, and the jobs of the same layouts under megatron-core's schedule.
 
-    If `names` is empty, the function returns all trainings.
+    If `names` is empty, the function returns all jobs.
     """
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [

@@ -1,9 +1,9 @@
-"""Runs the trainings of `zero-bubble check` on one rank, one training after the other.
+"""Runs the training jobs of `zero-bubble check` on one rank, one job after the other.
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
 Each rank needs RANK, WORLD_SIZE and LOCAL_RANK in its environment. Rank 0 records the start time and the end time of
-each training in a file.
+each job in a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_trainings(plan: dict[str, Any], folder: Path) -> None:
         stage_collectives("cuda" if has_cuda else "cpu")
     for number, (title, flags) in enumerate(plan["trainings"].items()):
         _note_progress(folder, rank, BEGINS, title)
-        # Each training has its own process groups; the groups of all trainings would have a thousand threads.
+        # Each job has its own process groups; the groups of all jobs together would have a thousand threads.
         store = dist.FileStore(str(folder / f"store{number}"), num_ranks)
         timeout = timedelta(seconds=plan["limit"])
         if has_cuda:
@@ -65,10 +65,10 @@ def _train(flags: Sequence[str]) -> None:
     pretrain(args, Session(job, "zero-bubble check"))
 
 
-def _note_progress(folder: Path, rank: int, what: str, title: str) -> None:
+def _note_progress(folder: Path, rank: int, event: str, title: str) -> None:
     if rank == 0:
         with open(folder / "progress.jsonl", "a") as file:
-            file.write(json.dumps([what, title, time.time()]) + "\n")
+            file.write(json.dumps([event, title, time.time()]) + "\n")
 
 
 def main(plan: Path) -> None:

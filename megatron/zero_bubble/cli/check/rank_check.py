@@ -19,7 +19,7 @@ _PROBE = "an all-reduce"
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of one training over one communication backend."""
+    """The result of one training run over one communication backend."""
 
     layout: str
     cell: str
@@ -37,7 +37,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The results of all trainings of `zero-bubble check`, over each communication backend of this machine."""
+    """The results of all training runs of `zero-bubble check`, over each communication backend of this machine."""
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
@@ -54,8 +54,8 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """Return a table with a row for each training and a column for each backend, and below the table the reasons
-        for failures."""
+        """Return a table with a row for each training run and a column for each backend, and below the table the
+        reasons for failures."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:
@@ -84,7 +84,7 @@ class RankCheck:
 
     Args:
         folder: an empty folder for the training data and for the files that the ranks write.
-        time_limit: seconds that a training may take.
+        time_limit: seconds that a training run may take.
     """
 
     has_cuda: bool
@@ -142,7 +142,7 @@ class RankCheck:
             return result("failed", ended.error, ended.log)
         if cell.compares == "nothing":
             return result("made")
-        # One queue must not change megatron-core's own numbers either.
+        # megatron-core's own numbers are compared, too: they must be equal with many hardware queues and with one.
         if cell.name == REFERENCE and not backend.one_queue:
             return result("reference")
         reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name))
@@ -152,24 +152,28 @@ class RankCheck:
         return result("equal") if difference is None else result("differs", difference)
 
 
-def find_difference(expected: Path, found: Path, compares: str) -> str | None:
+def find_difference(expected: Path, actual: Path, compares: str) -> str | None:
     """Return a description of the first difference between two files of `--log-numerics`; None if the files agree.
 
     Args:
         compares: the values to compare, as in `Cell.compares`.
     """
     everything = compares == "everything"
-    if everything and expected.read_bytes() == found.read_bytes():
+    if everything and expected.read_bytes() == actual.read_bytes():
         return None
-    ours, theirs = _numerics_of(found), _numerics_of(expected)
+    ours, theirs = _numerics_of(actual), _numerics_of(expected)
     if len(ours) != len(theirs):
         return f"{len(ours)} iterations, megatron-core's own training has {len(theirs)}"
     for our, their in zip(ours, theirs, strict=True):
         names = tuple(their) if everything else ("iteration", "lm_loss")
         different = [name for name in names if our.get(name) != their[name]]
         if compares == "rounded losses" and different == ["lm_loss"]:
-            mine, other = (float.fromhex(line["lm_loss"]) for line in (our, their))
-            different = [] if math.isclose(mine, other, rel_tol=ROUNDING) else [f"lm_loss {mine:g}, expected {other:g}"]
+            actual_loss, expected_loss = (float.fromhex(line["lm_loss"]) for line in (our, their))
+            different = (
+                []
+                if math.isclose(actual_loss, expected_loss, rel_tol=ROUNDING)
+                else [f"lm_loss {actual_loss:g}, expected {expected_loss:g}"]
+            )
         if different:
             return f"from iteration {their['iteration']}: {', '.join(different)}"
     return "all values are equal, but not the bytes of the files" if everything else None

@@ -1,4 +1,4 @@
-"""Runs trainings one after the other on the same ranks; after a failure, new ranks run the remaining trainings."""
+"""Runs training jobs one after the other on the same ranks; after a failure, new ranks run the remaining jobs."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ class Backend:
 
 @dataclass(frozen=True)
 class Ended:
-    """Outcome of a training."""
+    """Outcome of a training job."""
 
     seconds: float
     error: str | None = None
     log: str = ""
-    """The last characters of each rank's log if the training failed."""
+    """The last characters of each rank's log if the training job failed."""
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """Starts ranks on this machine and runs trainings on them.
+    """Starts ranks on this machine and runs training jobs on them.
 
     Args:
         folder: folder for the files that the ranks read and write.
-        time_limit: seconds that a training may take.
+        time_limit: seconds that a job may take.
         module: module that every rank runs.
     """
 
@@ -79,10 +79,10 @@ class RankStart:
     module: str = "megatron.zero_bubble.cli.check.rank"
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Run all trainings, even if some fail; return the outcome of each training, by the training's title.
+        """Run all training jobs, even if some fail; return the outcome of each job, by the job's title.
 
         Args:
-            trainings: the flags of each training, by the training's title; for a title with None in place of flags, the
+            trainings: the flags of each training job, by the job's title; for a title with None in place of flags, the
                 ranks run only an all-reduce.
         """
         results: dict[str, Ended] = {}
@@ -91,9 +91,9 @@ class RankStart:
         return results
 
     def _attempt(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Start the ranks once and run trainings until one fails; return the outcomes of the trainings that ran.
+        """Start the ranks once and run training jobs until one fails; return the outcomes of the jobs that ran.
 
-        If the ranks cannot start, the function returns a failure for every training.
+        If the ranks cannot start, the function returns a failure for every job.
         """
         folder = self.folder / f"job {time.monotonic_ns()}"
         folder.mkdir()
@@ -149,19 +149,19 @@ class RankStart:
     def _results(self, titles: Sequence[str], folder: Path, error: str | None, status: int) -> dict[str, Ended]:
         results = {}
         began = 0.0
-        for what, title, at in _progress(folder):
-            if what == BEGINS:
+        for event, title, at in _progress(folder):
+            if event == BEGINS:
                 began = at
             else:
                 results[title] = Ended(at - began)
         failed = [title for title in titles if title not in results]
         if failed and (error or status):
             logs = [_log(rank, folder).read_text(errors="replace") for rank in range(self.num_ranks)]
-            said = failure_reason("\n".join(logs))
-            reason = "; ".join(filter(None, (error, said))) or f"a rank ended with status {status}"
+            reported = failure_reason("\n".join(logs))
+            reason = "; ".join(filter(None, (error, reported))) or f"a rank ended with status {status}"
             excerpts = "".join(f"rank {rank}:\n{log[-_LOG_SIZE:]}\n" for rank, log in enumerate(logs))
             ended = Ended(time.time() - began if began else 0.0, reason, excerpts)
-            # Ranks that never began their first training would not do so in another attempt either.
+            # Ranks that never began their first training job would not do so in another attempt either.
             results |= dict.fromkeys(failed if not began else failed[:1], ended)
         return results
 

@@ -121,7 +121,7 @@ class MiddleStage:
             return torch.cuda.max_memory_allocated() - before
         # A CPU's allocator reports no peak, so the memory that operations hold is added up.
         ops = self._run(schedule, self._split, with_memory=True)
-        return float(max(accumulate(timed.held or 0 for timed in ops)))
+        return float(max(accumulate(timed.memory_change or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
         """Run one step and return the measured operations; if memory is measured as well, the times are meaningless."""

@@ -188,8 +188,8 @@ def _on_layouts(results: Results) -> Iterator[str]:
             yield f"no layout is predicted to be 2% faster than with {given}"
         else:
             yield (
-                f"without {given} --zero-bubble would choose another layout, {gain_words(choice.plan, own)}: "
-                f"{flags_text(results.freed.layout_flags)}"
+                f"without {given} --zero-bubble would choose another layout (relative speed "
+                f"{gain_words(choice.plan, own)}): {flags_text(results.freed.layout_flags)}"
             )
 
 
@@ -222,7 +222,7 @@ def _limit(planned: Estimate, limit: float) -> str:
 def _source(flags: JobFlags) -> str:
     limit = flags.memory_limit
     if limit is None:
-        return "the peak of megatron-core's own schedule, as a training with --zero-bubble has by default"
+        return "the peak of megatron-core's own schedule, as a job with --zero-bubble has by default"
     if flags.zero_bubble_memory_limit is not None:
         return f"{_FREE_MEMORY}, by {limit_flag(flags)}" if limit.is_auto else f"by {limit_flag(flags)}"
     interleaved = "interleaved-pairs" if limit.pairs else "interleaved 1F1B"

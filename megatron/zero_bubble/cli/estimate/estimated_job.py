@@ -31,7 +31,7 @@ _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
-"""Flag that a training requires but an estimate ignores -> a large value that contradicts no other flag."""
+"""Flag that a training run requires but an estimate ignores -> a large value that contradicts no other flag."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class EstimatedJob:
         costs = self._counted_costs(placement) if self.profile is None else _measured_costs(self.profile, placement)
         if self.profile is not None and not self.flags.vocabulary_parallel:
             costs = costs.with_whole_vocabulary()
-        if not self.flags.overlap_moe_expert_parallel_comm:  # the exchanges are then a part of F and B
+        if not self.flags.overlap_moe_expert_parallel_comm:  # exchanges are then parts of F and B
             costs = replace(costs, all_to_all_f=(), all_to_all_b=())
         return costs if self.host_rate is None else with_host_link(costs, self.host_rate, self.count.input_bytes)
 
@@ -252,7 +252,7 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Return `flags`, completed with the flags that a training requires and a default for --transformer-impl.
+    """Return `flags`, completed with the flags that a training run requires and a default for --transformer-impl.
 
     The default is the profile's value or, without a profile, Megatron-LM's default. If `flags` reset attention masks,
     choose FSDP2 or choose local attention, no default is added: these flags need local layers, which this project's

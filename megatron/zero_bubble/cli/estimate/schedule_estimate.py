@@ -1,4 +1,4 @@
-"""Estimates the memory and the throughput of one schedule, or of the layout that a training would choose."""
+"""Estimates the memory and the throughput of one schedule, or of the layout that a training run would choose."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LayoutEstimate(Estimate):
-    """The estimate of the layout that a training would choose."""
+    """The estimate of the layout that a training run would choose."""
 
     choice: LayoutChoice = field(kw_only=True)
     layout_flags: Mapping[str, Any] = field(kw_only=True)

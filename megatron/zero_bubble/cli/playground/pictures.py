@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
-from megatron.zero_bubble.cli.schedule.memory_curve import WAYS, curve_limits
+from megatron.zero_bubble.cli.schedule.memory_curve import VARIANTS, curve_limits
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Op, Schedule, ScheduleError, TimedOp, Timeline, critical_path
@@ -56,7 +56,7 @@ def facts() -> dict[str, Any]:
         ],
         "causes": _CAUSES,
         # Each curve of `memory-curve --dial`, with the flags of its plans.
-        "ways": {way: dict(flags) for way, flags in WAYS.items()},
+        "ways": {variant: dict(flags) for variant, flags in VARIANTS.items()},
         # Memory limits in p M_B; with recomputation, plans exist for smaller limits.
         "limits": {"keeping": _curve_limits(Recompute.NONE), "recomputing": _curve_limits(Recompute.PLANNED)},
         "colours": {
@@ -200,7 +200,7 @@ def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
         lanes[event["tid"]].append(
             (TimedOp(op, start, start + event.get("dur", 0) / _MICROSECONDS), args.get("stage", 0))
         )
-    return [sorted(lanes[rank], key=lambda one: one[0].start) for rank in sorted(lanes)]
+    return [sorted(lanes[rank], key=lambda timed: timed[0].start) for rank in sorted(lanes)]
 
 
 def _memory_counters(events: list[Mapping[str, Any]]) -> dict[int, Steps]:

@@ -165,8 +165,8 @@ class ValidateFlags(SourceFlags, ResultFlags):
     """output"""
 
 
-def _limit(default: float | None, what: str) -> Any:
-    return flag(f"{what}, in units of p M_B (1F1B's peak)", default, parse=positive, metavar="X")
+def _limit(default: float | None, quantity: str) -> Any:
+    return flag(f"{quantity}, in units of p M_B (1F1B's peak)", default, parse=positive, metavar="X")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "keep": {},
     "drop": {"recompute": "planned"},
     "offload": {"offload": "auto"},
@@ -38,18 +38,18 @@ _PARTS = (0.8, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class _Curve:
-    """A schedule's figures under every memory limit that allows a plan; with --dial, `way` is the key in `WAYS`."""
+    """A schedule's figures under every memory limit that allows a plan; `variant` is a key of `VARIANTS`."""
 
     name: str
     schedule: str
-    way: str | None
+    variant: str | None
     points: Mapping[float, ScheduleFigures]
 
 
 def memory_curve(flags: CurveFlags) -> None:
     """Print or write the memory curve of every schedule, and plot the curves if --output is an SVG."""
     limits = curve_limits(flags)
-    ways: dict[str | None, Mapping[str, Any]] = dict(WAYS.items()) if flags.dial else {None: {}}
+    variants: dict[str | None, Mapping[str, Any]] = dict(VARIANTS.items()) if flags.dial else {None: {}}
     chosen = flags.schedule or ["auto"]
     for name in chosen:
         if not entry_of(name).takes_limit:
@@ -57,13 +57,13 @@ def memory_curve(flags: CurveFlags) -> None:
             raise ScheduleError(f"--schedule {name} does not depend on a memory limit: choose from {planned}")
     curves = []
     for name in chosen:
-        for way, added in ways.items():
+        for variant, added in variants.items():
             own = replace(flags, dial=False, **added)
             placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
             if not flags.dial or lacking_costs(own, stage_costs(own, placement)) is None:
                 points = _points(own, name, limits, takes_makespan=flags.dial)
-                label = name if way is None else f"{name} {way}" if len(chosen) > 1 else way
-                curves.append(_Curve(label, name, way, points))
+                label = name if variant is None else f"{name} {variant}" if len(chosen) > 1 else variant
+                curves.append(_Curve(label, name, variant, points))
     words = _curves_as_json(flags, limits, curves) if flags.json else _curves_as_text(flags, limits, curves)
     if flags.output is not None and flags.output.suffix == ".svg":
         deliver(_curves_as_plot(flags, curves), flags.output)
@@ -109,7 +109,7 @@ def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
     Raises:
         ScheduleError: no plan fits under any memory limit of the curves.
     """
-    keeping = [point for curve in curves if curve.way == "keep" for point in curve.points.values()]
+    keeping = [point for curve in curves if curve.variant == "keep" for point in curve.points.values()]
     points = keeping or [point for curve in curves for point in curve.points.values()]
     if not points:
         raise ScheduleError(f"nothing fits under any of these limits: {', '.join(curve.name for curve in curves)}")
@@ -148,8 +148,8 @@ def _sentences(
         if timed:
             times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in timed)
             yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
-    known = {curve.way for curve in curves}
-    if left_out := [way for way in WAYS if way not in known]:
+    known = {curve.variant for curve in curves}
+    if left_out := [variant for variant in VARIANTS if variant not in known]:
         more = "profile a run that recomputes, and give --host-bandwidth"
         yield f"left out: {', '.join(left_out)}, which {flags.costs} has no costs for: {more}"
 
@@ -158,7 +158,7 @@ def _curves_as_json(flags: CurveFlags, limits: Sequence[float], curves: Sequence
     points = []
     for curve in curves:
         for limit in limits:
-            where = {"schedule": curve.schedule, "way": curve.way, "memory_limit": limit * flags.pipeline_size}
+            where = {"schedule": curve.schedule, "way": curve.variant, "memory_limit": limit * flags.pipeline_size}
             figures = curve.points.get(limit)
             known = {} if figures is None else figures.as_json()
             largest = {name: max(known[name]) if known else None for name in _FULLEST}

@@ -35,7 +35,7 @@ def make_schedule(
         raise ScheduleError("argument --offload auto needs --memory-limit: without a limit, nothing is offloaded")
     if (lacking := lacking_costs(flags, costs)) is not None:
         raise ScheduleError(lacking)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     request = PlanRequest(
         name,
         flags.num_microbatches,
@@ -54,7 +54,7 @@ def make_schedule(
         schedule = schedule_of(request)
     except Infeasible as error:
         raise Infeasible(f"argument --memory-limit: {error}", error.smallest_limit) from None
-    return schedule, time.perf_counter() - begin
+    return schedule, time.perf_counter() - start
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:

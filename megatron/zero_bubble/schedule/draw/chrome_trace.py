@@ -59,8 +59,8 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
         return {**place, **length, "args": {"iteration": op.microbatch + 1}}
     iteration, microbatch = divmod(op.microbatch, num_microbatches)
     stage = schedule.placement.stage_of(rank, op.chunk)
-    which = {"stage": stage, "chunk": op.chunk, "microbatch": microbatch, "iteration": iteration + 1}
-    return {**place, **length, "args": which}
+    arguments = {"stage": stage, "chunk": op.chunk, "microbatch": microbatch, "iteration": iteration + 1}
+    return {**place, **length, "args": arguments}
 
 
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:

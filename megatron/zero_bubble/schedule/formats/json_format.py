@@ -115,21 +115,21 @@ def costs_from_json(text: str) -> StageCosts:
     return StageCosts(**{key: tuple(document[key]) for key in keys})
 
 
-def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Parse JSON of the format `wanted`, which must have all keys in `keys` and may have the keys in `optional`."""
-    document = parsed(text, wanted)
+def _document(text: str, format_name: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Parse JSON of the format `format_name`; it must have all keys in `keys`, and may have the keys in `optional`."""
+    document = parsed(text, format_name)
     given = set(document) - {"format", "version"} - optional
     if given != keys:
         problem = f"lacks {min(keys - given)}" if keys - given else f"has the unknown key {min(given - keys)}"
-        raise ScheduleError(f"the {wanted} {problem}")
+        raise ScheduleError(f"the {format_name} {problem}")
     return document
 
 
-def parsed(text: str, wanted: str) -> dict[str, Any]:
-    """Parse JSON of the format `wanted` in a version from 1 to `VERSION`.
+def parsed(text: str, format_name: str) -> dict[str, Any]:
+    """Parse JSON of the format `format_name` in a version from 1 to `VERSION`.
 
     Raises:
-        ScheduleError: the text is not JSON of the format `wanted`, or its version is not from 1 to `VERSION`.
+        ScheduleError: the text is not JSON of the format `format_name`, or its version is not from 1 to `VERSION`.
     """
     try:
         document = json.loads(text, parse_int=short_integer)
@@ -137,8 +137,8 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
         raise ScheduleError(f"not JSON: {error}") from None
     except RecursionError:
         raise ScheduleError("not JSON of this format: nested too deeply") from None
-    if not isinstance(document, dict) or document.get("format") != wanted:
-        raise ScheduleError(f'expected a JSON object with "format": "{wanted}"')
+    if not isinstance(document, dict) or document.get("format") != format_name:
+        raise ScheduleError(f'expected a JSON object with "format": "{format_name}"')
     version = document.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")

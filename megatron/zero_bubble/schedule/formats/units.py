@@ -85,14 +85,14 @@ def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
 
 
 def _check_entries(
-    whose: str, entries: Mapping[str, Any], required: Sequence[str], known: Sequence[str], hint: str = ""
+    subject: str, entries: Mapping[str, Any], required: Sequence[str], known: Sequence[str], hint: str = ""
 ) -> None:
     unknown = sorted(entries.keys() - set(known))
     if unknown:
-        raise ScheduleError(f"{whose} have an unknown entry {unknown[0]!r}{hint}")
+        raise ScheduleError(f"{subject} have an unknown entry {unknown[0]!r}{hint}")
     for name in required:
         if name not in entries:
-            raise ScheduleError(f"{whose} lack {name!r}")
+            raise ScheduleError(f"{subject} lack {name!r}")
 
 
 def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:
