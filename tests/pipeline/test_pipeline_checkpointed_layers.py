@@ -138,3 +138,41 @@ def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():
         return merged(pipelines(2, layers, nn.functional.mse_loss, steps, **arguments))
 
     assert_equal(train(True), train(False))
+
+
+class Queries(nn.Module):
+    """Returns a part of a parameter beside its input, as models with learned queries do."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        self.queries, self.learns = nn.Parameter(torch.randn(4, 3)), learns
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
+            return x, self.queries[:1]
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, pair):
+        x, queries = pair
+        return self.linear(x) + queries
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("arguments", [{}, {"checkpoint": True}])
+def test_a_part_of_a_parameter_may_pass_between_stages_with_and_without_a_gradient(learns, arguments):
+    batch = torch.randn(8, 3), torch.randn(8, 3)
+    layers = [Queries(learns=learns), Attend()]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        assert torch.equal(pipeline.eval_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [1], **arguments}
+    assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))

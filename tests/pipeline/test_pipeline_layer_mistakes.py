@@ -16,6 +16,19 @@ class Nothing(nn.Module):
         return None
 
 
+class Teacher(nn.Linear):
+    """Changes a frozen weight in its forward, as averages of weights do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.average = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.weight, 0.1)
+        return super().forward(x) + x @ self.average
+
+
 def broken() -> nn.Module:
     raise RuntimeError("no such\n  thing")
 
@@ -28,6 +41,7 @@ def broken() -> nn.Module:
             nn.Linear(3, 4),
             f"layer 1 (Linear) failed: {error_of(nn.Linear(3, 4), (2, 4))}",
         ),
+        (Teacher(), "layer 1 (Teacher) changes its parameter average in its forward: make the parameter a buffer"),
         (
             lambda x: object(),
             "layer 1 (<lambda>), the last of stage 0: a object cannot pass between stages: give tensors, numbers, "

@@ -84,6 +84,9 @@ class ScaledLoss(nn.Module):
         (4, {"partition": [True]}, "partition=[True] is not a name or a list of whole numbers"),
         (4, {"example": torch.ones(3, 1)}, "example=tensor([[1.], [1.], [1.]]) is not a pair (inputs, targets)"),
         (4, {"num_chunks": "2"}, "num_chunks='2' is not a whole number"),
+        (4, {"partition": {1}}, "partition={1} is not a name or a list of whole numbers"),
+        (4, {"memory_limit": {1, 2}}, "memory_limit={1, 2} is not a number, or a number per rank"),
+        (4, {"memory_limit": torch.tensor(1.0)}, "memory_limit=tensor(1.) is not a number, or a number per rank"),
         (4, {"memory_limit": [1, "2"]}, "memory_limit=[1, '2'] is not a number, or a number per rank"),
         (4, {"offload": "1"}, "offload='1' is not a number"),
         (4, {"split_layers": None}, "split_layers=None is not a list of classes of modules"),
@@ -116,6 +119,11 @@ class ScaledLoss(nn.Module):
             4,
             {"loss_fn": lambda output, target: output - target},
             "loss_fn must return a tensor with one number, got a tensor of shape [2, 4]",
+        ),
+        (
+            4,
+            {"loss_fn": lambda output, target: 1j * output.sum()},
+            "loss_fn must return a real number, got a complex number",
         ),
         (
             4,
@@ -184,14 +192,26 @@ def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
         make()
 
 
-def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+@pytest.mark.parametrize(
+    ("arguments_of", "message"),
+    [
+        (
+            lambda pipeline: (torch.optim.LBFGS(pipeline.parameters()),),
+            "train_step cannot use LBFGS, whose step needs a closure: choose an optimizer whose step() needs no "
+            "arguments",
+        ),
+        (lambda pipeline: (None,), "optimizer=None is not an optimizer"),
+        (
+            lambda pipeline: (torch.optim.SGD(pipeline.parameters()), None),
+            "max_norm=None is not a number: leave it out for steps without clipping",
+        ),
+    ],
+)
+def test_a_step_with_wrong_arguments_is_refused(arguments_of, message):
     def run(interconnect):
         pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, schedule="zb-h1", num_microbatches=4)
-        pipeline.train_step((X, Y), torch.optim.LBFGS(pipeline.parameters()))
+        pipeline.train_step((X, Y), *arguments_of(pipeline))
 
-    message = (
-        "train_step cannot use LBFGS, whose step needs a closure: choose an optimizer whose step() needs no arguments"
-    )
     assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2
 
 

@@ -70,6 +70,22 @@ def test_numbers_are_those_of_the_planned_order(schedule: str):
         assert_equal(merged([found[step][1] for found in of_ranks]), expected)
 
 
+@pytest.mark.parametrize("options", [{"microbatch_order": "data"}, {"memory_limit": 1.5, "offload": 0.5}])
+def test_the_order_of_the_data_is_kept_where_the_options_say_so(options):
+    """With `offload`, also if the plan has no copies to the host."""
+    steps = [step_of(Random(0)) for _ in range(FIRST_STEPS[1] + 2)]
+
+    def train(pipeline):
+        assert not pipeline.schedule.offloads
+        for pairs in steps:
+            pipeline.train_batch(iter(pairs))
+
+    arguments = {"num_microbatches": COUNT, "schedule": "auto", "partition": "uniform"}
+    with mock.patch.object(StepPlanner, "decide") as decide:
+        pipelines(2, layers(), mse_loss, train, **arguments, **options)
+    decide.assert_not_called()
+
+
 def test_a_failure_names_the_microbatch_of_the_data():
     model = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     pairs = [(torch.randn(2, length, WIDTH), torch.randn(2, length, WIDTH)) for length in (3, 4, 5)]

@@ -14,7 +14,7 @@ from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
-from megatron.zero_bubble.pipeline.forward_state import ForwardState, without_trace
+from megatron.zero_bubble.pipeline.forward_state import ForwardState, renormalized, without_trace
 from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
@@ -227,7 +227,8 @@ class LayerStage:
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
             seen: set[Any] = set()
             for layer in self.chunks[chunk]:
-                value = _checked_call(layer, value)
+                with _refusing_changes(layer):
+                    value = _checked_call(layer, value)
                 used = set(parameters_behind(value, seen))
                 # A module may compute with other parameters than its own, as with `fully_shard`.
                 if isinstance(layer.module, FunctionLayer) and not used <= own:
@@ -275,7 +276,27 @@ class LayerStage:
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss depends on no parameter that requires a gradient")
+        if loss.is_complex():
+            raise ValueError("loss_fn must return a real number, got a complex number")
         return loss
+
+
+@contextmanager
+def _refusing_changes(layer: HeldLayer) -> Iterator[None]:
+    """Raise `ValueError` if the layer's forward, which may run more than once, changes a parameter of the layer.
+
+    The weights of embeddings with `max_norm` may change, because `ForwardState` restores these weights.
+    """
+    tables = {table.weight for table in renormalized(layer.module)}
+    parameters = {name: each for name, each in layer.module.named_parameters() if each not in tables}
+    before = versions_of(parameters)
+    yield
+    for name, old, new in zip(parameters, before, versions_of(parameters), strict=True):
+        if old != new:
+            raise ValueError(
+                f"layer {layer.index} ({layer.class_name}) changes its parameter {name} in its forward: make the "
+                "parameter a buffer"
+            )
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:

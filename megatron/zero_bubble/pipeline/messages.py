@@ -100,7 +100,7 @@ class StageMessage:
     def __init__(self, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
         self.spec, self.tensors = spec, tuple(tensors)
         self._edges = tuple(
-            get_gradient_edge(tensor) if needs and tensor.requires_grad else None
+            get_gradient_edge(tensor) if needs and gets_gradient(tensor) else None
             for tensor, needs in zip(self.tensors, spec.needs_gradient, strict=True)
         )
 
@@ -122,7 +122,7 @@ class StageMessage:
         if not tensors:
             raise ValueError(f"{value!r:.80} has no tensor to send to the next stage")
         template = pytree.tree_map_only(torch.Tensor, spec_of, value)
-        return cls(MessageSpec(template, tuple(tensor.requires_grad for tensor in tensors)), tensors)
+        return cls(MessageSpec(template, tuple(map(gets_gradient, tensors))), tensors)
 
     @classmethod
     def to_send(cls, value: Any) -> StageMessage:
@@ -184,6 +184,16 @@ class StageMessage:
         """Return a message with the gradients of this message's tensors; the gradient of an unused tensor is zero."""
         grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.differentiable]
         return StageMessage(self.spec.gradients(), grads)
+
+
+def gets_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd computes a gradient of `tensor`.
+
+    A view of a parameter that was made under `torch.no_grad` has `requires_grad`, but is not in an autograd graph.
+    """
+    if tensor.grad_fn is not None or not tensor.requires_grad:
+        return tensor.requires_grad
+    return tensor._base is None or not tensor._base.requires_grad
 
 
 def clone_tensors(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -107,14 +107,22 @@ def _is_class(value: Any) -> bool:
 
 
 def _each(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and all(map(fits, value))
+    is_collection = isinstance(value, Collection) and not isinstance(value, str | torch.Tensor)
+    return is_collection and all(map(fits, value))
+
+
+def _each_in_order(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return not isinstance(value, Set) and _each(value, fits)
 
 
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "partition": (lambda v: isinstance(v, str) or _each(v, _is_whole), "a name or a list of whole numbers"),
+    "partition": (lambda v: isinstance(v, str) or _each_in_order(v, _is_whole), "a name or a list of whole numbers"),
     "example": (lambda v: v is None or (isinstance(v, tuple | list) and len(v) == 2), "a pair (inputs, targets)"),
     "num_chunks": (lambda v: v is None or _is_whole(v), "a whole number"),
-    "memory_limit": (lambda v: v is None or _is_number(v) or _each(v, _is_number), "a number, or a number per rank"),
+    "memory_limit": (
+        lambda v: v is None or _is_number(v) or _each_in_order(v, _is_number),
+        "a number, or a number per rank",
+    ),
     "offload": (lambda v: v is None or _is_number(v), "a number"),
     "split_layers": (lambda v: _each(v, _is_class), "a list of classes of modules"),
     **dict.fromkeys(
@@ -138,12 +146,17 @@ def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
         raise ValueError(f"options must be PipelineOptions(...), got {_short(options)}")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that `optimizer.step()` can be called without arguments.
+def check_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Check the arguments of `train_step`.
 
     Raises:
-        ValueError: `optimizer.step()` needs a closure, as in `torch.optim.LBFGS`.
+        ValueError: `optimizer` is no optimizer, or its step needs a closure, as in `torch.optim.LBFGS`; or `max_norm`
+            is not a number.
     """
+    if not callable(getattr(optimizer, "step", None)):
+        raise ValueError(f"optimizer={_short(optimizer)} is not an optimizer")
+    if not (_is_number(max_norm) or (isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1)):
+        raise ValueError(f"max_norm={_short(max_norm)} is not a number: leave it out for steps without clipping")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     try:

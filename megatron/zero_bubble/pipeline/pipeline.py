@@ -31,8 +31,8 @@ from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome,
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
 from megatron.zero_bubble.pipeline.options import (
     PipelineOptions,
-    check_optimizer,
     check_same_arguments,
+    check_step,
     check_types,
 )
 from megatron.zero_bubble.pipeline.partial_model import PartialModel
@@ -142,9 +142,9 @@ class Pipeline(PartialModel):
 
         Raises:
             ValueError: on all ranks of the pipeline, if the batch is invalid, the forward or backward of a layer fails,
-                or the optimizer's step fails or needs a closure.
+                or the optimizer's step fails or needs a closure; on this rank, if an argument has a wrong type.
         """
-        check_optimizer(optimizer)
+        check_step(optimizer, max_norm)
         if self._late is None:
             loss = self.train_batch(batch)
             with torch.autocast(self.device.type, enabled=False):

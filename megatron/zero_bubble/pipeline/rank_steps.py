@@ -64,7 +64,7 @@ class RankSteps:
             self.stage, placement, interconnect, agreement, self.held.tied, shapes_vary=shapes_vary
         )
         self._orders = StepOrders(self._schedule, self._rank, agreement, device)
-        self._plans_order = options.microbatch_order == "planned" and self._offload is None
+        self._plans_order = options.microbatch_order == "planned" and options.offload is None
 
     def train(self, load: Load, recorder: OpRecorder | None = None) -> torch.Tensor:
         """Run the forwards and backwards of a step; every rank returns the mean loss of the step's microbatches.

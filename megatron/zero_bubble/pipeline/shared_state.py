@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.boundaries import Boundaries
 from megatron.zero_bubble.pipeline.forward_state import renormalized
+from megatron.zero_bubble.pipeline.messages import gets_gradient
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
 
 
@@ -114,7 +115,7 @@ def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
     Args:
         seen: nodes of the autograd graph that are skipped; every visited node is added to `seen`.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and gets_gradient(leaf)]
     pending = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
     while pending:
         node = pending.pop()
