@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.zero_bubble.launcher import script_choice, script_settings
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -310,3 +312,17 @@ def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SessionError, match="--timing-log-level 2"):
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "Et|t|tt|L",
+        [["embedding", "decoder"], ["decoder"], [LayerType.decoder, "Decoder "], [LayerType.loss]],
+    ],
+)
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_a_layout_may_be_text_or_lists(layout: str | list[list[str | LayerType]], is_parsed: bool) -> None:
+    given = PipelineParallelLayerLayout(layout, 2) if is_parsed else layout
+    job = flags_of(script_arguments(pipeline_model_parallel_layout=given), LaunchFlags())
+    assert job.pipeline_model_parallel_layout == "Et|t|tt|L"

@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from types import FunctionType
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def test_every_substitution_says_why_and_stands_once():
         assert "\n" not in entry.reason
     counts = Counter((owner_name(entry.owner), entry.name) for entry in LISTED)
     assert counts.most_common(1)[0][1] == 1
+
+
+def test_no_function_replaces_two():
+    """Dynamo keeps the functions of torch by their identity."""
+    in_torch = [entry.replacement for entry in LISTED if owner_name(entry.owner).startswith("torch")]
+    functions = [each for each in in_torch if isinstance(each, FunctionType)]
+    assert len(functions) == len(set(functions)) > 3
 
 
 def test_it_is_exactly_what_is_listed_that_changes(pristine, substituted):

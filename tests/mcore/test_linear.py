@@ -52,6 +52,18 @@ def test_b_then_w_is_the_fused_backward(dtype, bias):
     assert_equal(run_split(model, store, dtype), run_fused(Layers(dtype, **bias), dtype))
 
 
+def test_a_compiled_model_defers_w(monkeypatch):
+    """Code compiled while no backward defers W must not become a backward that never defers W."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    store, model = WeightGradStore(), Layers()
+    split_weight_gradients([model], store)
+    model.compile(backend="eager")
+    fused = run_fused(Layers())
+    assert_equal(run_fused(model), fused)
+    model.zero_grad()
+    assert_equal(run_split(model, store), fused)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outside_of_deferring_a_split_layer_runs_the_fused_backward(dtype):
     store, model = WeightGradStore(), Layers(dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.mcore import step_call
-from megatron.zero_bubble.mcore.step_call import message_shape, refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import StepCall, message_shape, refuse_unsupported
 
 
 @pytest.mark.parametrize("varies", [False, True])
@@ -24,6 +24,18 @@ def test_messages_of_varying_lengths_have_the_shape_of_the_usual_length(
     config = SimpleNamespace(variable_seq_lengths=varies, hidden_size=4)
     assert message_shape(config, None, None, seq_length=3, micro_batch_size=2, decoder_seq_length=None) == (3, 2, 4)
     assert config.variable_seq_lengths is varies
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "data", "expected"),
+    [(1, "it", ["it"]), (1, ["it"], ["it"]), (1, ("a", "b"), [("a", "b")]), (2, ("a", "b"), ["a", "b"])],
+)
+def test_the_iterator_of_one_chunk_may_be_a_tuple(num_chunks: int, data: Any, expected: list[Any]) -> None:
+    """As in megatron-core, where a list has an iterator for each chunk."""
+    arguments: dict[str, Any] = {"forward_step_func": print, "num_microbatches": 1, "seq_length": 1}
+    model: Any = [object()] * num_chunks
+    call = StepCall(**arguments, data_iterator=data, model=model, micro_batch_size=1)
+    assert call.data_iterators == expected
 
 
 class Wrapper:

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from split_layers import one_rank
 
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError, count_states, measure_model
+from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
 
 
 def test_an_error_restores_ranks_and_random_states() -> None:
@@ -39,10 +40,23 @@ def test_an_error_restores_ranks_and_random_states() -> None:
             UnmeasuredError,
             "the costs of the model cannot be measured: IndexError: there is no layer",
         ),
-        (ValueError("as it is"), ValueError, "as it is"),
+        (
+            ValueError("two layers, please"),
+            UnmeasuredError,
+            "the costs of the model cannot be measured: ValueError: two layers, please",
+        ),
     ],
 )
 def test_an_error_of_the_users_model_is_one_line(error: Exception, raised: type[Exception], message: str) -> None:
     models = mock.Mock(build=mock.Mock(side_effect=error))
     with one_rank(), pytest.raises(raised, match=f"^{message}$"):
         measure_model(models, [0], mock.Mock(), timedelta(seconds=1), 0.0)
+
+
+def test_settings_that_this_package_refuses_are_not_taken_for_an_error_of_the_model() -> None:
+    def build(*args: object, **options: object) -> None:
+        check_vocabulary_size(7, 2, 1)
+
+    with one_rank(), pytest.raises(ValueError, match=r"^--zero-bubble-vocabulary-parallel") as refusal:
+        measure_model(mock.Mock(build=build), [0], mock.Mock(), timedelta(seconds=1), 0.0)
+    assert not isinstance(refusal.value, UnmeasuredError)

@@ -74,3 +74,12 @@ def test_a_late_broadcast_sends_tensors_that_the_operations_have_forgotten(
         step.exchange(Op(OpKind.HIDDEN, 0))
     assert [tensor.data_ptr() for tensor in sent] == [hidden.data_ptr(), labels.data_ptr()]
     assert all(tensor.numel() < hidden.numel() for tensor in step.held_tensors())
+
+
+def test_a_shard_that_the_loop_freezes_is_evaluated_but_not_trained() -> None:
+    with one_shard(forward_only=True) as (step, _):
+        run, shape = step._run, (SEQUENCE, BATCH, HIDDEN)
+        run.shard.output.weight.requires_grad_(False)
+        VocabularyStep(run, 2, shape, forward_only=True)
+        with pytest.raises(ValueError, match=r"^--zero-bubble-vocabulary-parallel: the training loop has frozen"):
+            VocabularyStep(run, 2, shape, forward_only=False)

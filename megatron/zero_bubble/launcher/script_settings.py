@@ -69,7 +69,7 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     ours = {entry.name: getattr(flags, entry.name) for entry in fields(JobFlags) if hasattr(flags, entry.name)}
     pattern = getattr(script, "hybrid_layer_pattern", None)
     in_its_words: dict[str, Any] = {
-        "pipeline_model_parallel_layout": str(layout) if layout is not None else None,
+        "pipeline_model_parallel_layout": None if layout is None else _text_of_layout(layout),
         "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
         **_batch_sizes(script),
@@ -78,6 +78,18 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     if pattern is not None:
         in_its_words["num_layers"] = len(HybridPattern.parse(pattern).symbols)
     return JobFlags.of(script, **{**in_its_words, **ours, **known})
+
+
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _text_of_layout(layout: Any) -> str:
+    """The letters of a layout, which a configuration may also hold as a list of the layer types of each stage."""
+    stages = getattr(layout, "input_data", layout)
+    if isinstance(stages, str):
+        return stages
+    names = ((getattr(layer, "name", layer).strip().lower() for layer in stage) for stage in stages)
+    return "|".join("".join(_LETTERS.get(name, name) for name in stage) for stage in names)
 
 
 def _batch_sizes(script: Namespace) -> dict[str, Any]:

@@ -80,10 +80,10 @@ def _devices() -> Iterator[Substitution]:
         yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core passes device="cuda"')
     reason = "Megatron-LM makes its process groups only where there is a device"
     yield Substitution(torch.cuda, "device_count", lambda: 1, reason)
-    yield Substitution(torch.cuda, "synchronize", _nothing, "timers and the optimizer wait for the device")
-    yield Substitution(torch.cuda, "set_device", _nothing, "the CPU is always the current device")
+    yield Substitution(torch.cuda, "synchronize", _no_op(), "timers and the optimizer wait for the device")
+    yield Substitution(torch.cuda, "set_device", _no_op(), "the CPU is always the current device")
     for name in ("range_push", "range_pop"):
-        yield Substitution(torch.cuda.nvtx, name, _nothing, "profiler ranges need CUDA's library")
+        yield Substitution(torch.cuda.nvtx, name, _no_op(), "profiler ranges need CUDA's library")
 
 
 def _meshes() -> Iterator[Substitution]:
@@ -98,7 +98,7 @@ def _streams() -> Iterator[Substitution]:
     for name in ("Stream", "Event"):
         yield Substitution(torch.cuda, name, _CompleteWork, reason)
     yield Substitution(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), reason)
-    yield Substitution(torch.Tensor, "record_stream", _nothing, reason)
+    yield Substitution(torch.Tensor, "record_stream", _no_op(), reason)
     for name in ("current_stream", "default_stream"):
         yield Substitution(torch.cuda, name, lambda *device: _CompleteWork(), reason)
 
@@ -243,8 +243,9 @@ def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return
+def _no_op() -> Callable[..., None]:
+    """Return a new function that does nothing; dynamo refuses one function in the place of several."""
+    return lambda *args, **kwargs: None
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +276,7 @@ class _CompleteWork:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    record = wait = wait_event = wait_stream = synchronize = __exit__ = _nothing
+    record = wait = wait_event = wait_stream = synchronize = __exit__ = _no_op()
 
     def __enter__(self) -> _CompleteWork:
         return self

@@ -112,6 +112,7 @@ def _split_layer(layer: Any, split_weight: SplitWeight) -> None:
     layer._forward_impl = partial(_forward_impl, layer, split_weight, layer._forward_impl)
 
 
+@torch.compiler.disable
 def _forward_impl(
     layer: Any,
     split_weight: SplitWeight,
@@ -129,6 +130,8 @@ def _forward_impl(
     output_dtype: None = None,
 ) -> torch.Tensor:
     """Replace a linear layer's `_forward_impl`; only megatron-core 0.19 and later pass the last two arguments.
+
+    `torch.compile` compiles the code before and after a split layer: a compiled backward could not defer W.
 
     Args:
         layer: the linear layer.

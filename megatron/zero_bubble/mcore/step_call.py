@@ -55,9 +55,12 @@ class StepCall:
 
     @property
     def data_iterators(self) -> list[Iterator[Any] | None]:
-        """This rank's data iterators, one for each model chunk."""
-        data = self.data_iterator
-        return list(data) if isinstance(data, Sequence) else [data]
+        """This rank's data iterators, one for each model chunk.
+
+        The iterator of a single chunk may itself be a sequence, such as a pair of iterators.
+        """
+        data, kind = self.data_iterator, list if len(self.chunks) == 1 else Sequence
+        return list(data) if isinstance(data, kind) else [data]
 
     @cached_property
     def config(self) -> Any:

@@ -83,6 +83,9 @@ class VocabularyStep:
     Args:
         message_shape: shape [sequence, batch, hidden] of the messages between stages.
         forward_only: whether the step has no backward, and therefore skips tensors that are used only for gradients.
+
+    Raises:
+        ValueError: the step has a backward, but the training loop has frozen the shard.
     """
 
     def __init__(
@@ -90,6 +93,11 @@ class VocabularyStep:
     ) -> None:
         self._run, self._shard, self._pipeline = run, run.shard, run.collectives.pipeline
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
+        if not forward_only and not all(weight.weight.requires_grad for weight in run.shard.weights):
+            raise ValueError(
+                "--zero-bubble-vocabulary-parallel: the training loop has frozen a shard of the vocabulary after the "
+                "model was built: give --zero-bubble-vocabulary-parallel off"
+            )
         sequence, batch, _ = message_shape
         self._hidden_shape = message_shape
         self._sequence = sequence * (run.tensor_group.size() if run.is_sequence_parallel else 1)
