@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.zero_bubble.session import start_up
-from megatron.zero_bubble.session.start_up import report
+from megatron.zero_bubble.session.start_up import report, run_program
 from tests.launch import environment
 
 SLOW_TO_END = """
@@ -106,6 +108,16 @@ def test_torchrun_finds_the_line(monkeypatch, tmp_path: Path, capsys):
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
     assert failure.message["extraInfo"]["py_callstack"] == "pretrain_gpt.py: error: --lr is missing"
     assert failure.timestamp < now
+
+
+@pytest.mark.parametrize("error", [KeyError("a key"), CheckpointException("saving fails", {1: (OSError("full"), [])})])
+def test_torchrun_finds_the_traceback_of_another_error(error: BaseException, monkeypatch, tmp_path: Path):
+    """Also of torch's errors that are not an `Exception`."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(signal, "alarm", mock.Mock())
+    with pytest.raises(type(error)):
+        run_program("pretrain_gpt.py", mock.Mock(side_effect=error))
+    assert type(error).__name__ in (tmp_path / "error.json").read_text()
 
 
 def test_the_line_is_printed_on_a_full_disk(monkeypatch, capsys):

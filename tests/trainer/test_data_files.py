@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def test_missing_files_are_named(prefix: str) -> None:
 )
 def test_truncated_files_are_named_with_their_sizes(prefix: str, suffix: str, size: int, message: str) -> None:
     os.truncate(prefix + suffix, size if size >= 0 else os.path.getsize(prefix + suffix) + size)
+    assert message in refused(data_path=[prefix])
+
+
+@pytest.mark.parametrize("value", [-1, 2**30])
+@pytest.mark.parametrize("sequence", [0, 5, 8])
+def test_a_damaged_index_is_named_with_its_first_wrong_sequence(prefix: str, sequence: int, value: int) -> None:
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(34 + 4 * sequence)
+        file.write(struct.pack("<i", value))
+    message = f"corpus.idx is damaged: sequence {sequence} does not end where the next begins"
     assert message in refused(data_path=[prefix])
 
 

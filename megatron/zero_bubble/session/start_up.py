@@ -113,7 +113,9 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
         body()
     except (mistakes, HostMemoryError) as error:
         return report(program, error)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if (loss := _lost_process(error)) is not None:
             return report(program, loss)
         _tell_torchrun(traceback.format_exc())
@@ -146,7 +148,7 @@ def report(program: str, error: Exception) -> int:
     return status
 
 
-def _lost_process(error: Exception) -> SessionError | None:
+def _lost_process(error: BaseException) -> SessionError | None:
     """A one-line error if `error` was raised because another process has ended; None for any other cause."""
     if isinstance(error.__cause__, Exception) and (loss := _lost_process(error.__cause__)) is not None:
         return loss

@@ -85,7 +85,7 @@ class TokenFile:
 
 
 def open_token_file(prefix: str, flag: str) -> TokenFile:
-    """Open a .bin/.idx pair, and check that neither PREFIX.idx nor PREFIX.bin is truncated."""
+    """Open a .bin/.idx pair, and check that neither PREFIX.idx nor PREFIX.bin is truncated or damaged."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -106,8 +106,16 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
         raise ValueError(f"{flag}: {idx} holds no documents")
     dtype = np.dtype(DType.dtype_from_code(code))
     lengths = np.memmap(idx, np.int32, "r", _HEADER.size, (num_sequences,))
-    last = np.memmap(idx, np.int64, "r", _HEADER.size + 12 * num_sequences - 8, (1,))
-    needed = int(last[0]) + int(lengths[-1]) * dtype.itemsize
+    offsets = np.memmap(idx, np.int64, "r", _HEADER.size + 4 * num_sequences, (num_sequences,))
+    for start in range(0, num_sequences, _CHUNK):
+        ends = offsets[start : start + _CHUNK] + lengths[start : start + _CHUNK] * np.int64(dtype.itemsize)
+        following = offsets[start + 1 : start + _CHUNK + 1]
+        wrong = np.flatnonzero((ends[: len(following)] != following) | (lengths[start : start + len(following)] < 0))
+        if len(wrong):
+            raise ValueError(
+                f"{flag}: {idx} is damaged: sequence {start + wrong[0]} does not end where the next begins"
+            )
+    needed = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if os.path.getsize(bin_) < needed:
         raise ValueError(f"{flag}: {bin_} is truncated: {os.path.getsize(bin_)} bytes, its index announces {needed}")
     return TokenFile(prefix, dtype, lengths)
