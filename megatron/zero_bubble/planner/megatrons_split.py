@@ -24,10 +24,7 @@ def megatrons_layout(
     """The layout that Megatron's flags give, with the layers spread as evenly as possible over the stages.
 
     Args:
-        num_layers: layers of the model.
-        num_ranks: pipeline ranks.
         num_chunks: number of model chunks per rank; the placement is interleaved if a rank has several chunks.
-        recompute: which microbatches have an R (recomputation).
 
     Raises:
         ScheduleError: there are fewer layers than stages.
