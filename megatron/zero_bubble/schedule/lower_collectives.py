@@ -115,15 +115,10 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
-    """Position of the computation before which a rank should join a collective, chosen for the shortest delay.
+    """Position before which a rank joins a collective with the shortest delay, by planned times alone.
 
-    The position of the computation depends only on planned times, and not on the dependencies of the collective.
-
-    Args:
-        starts: start times of the computations of the rank.
-        ends: end times of the computations of the rank.
-        start: earliest start of the collective.
-        complete: time at which the previous collective is complete.
+    `starts` and `ends` are the times of the rank's computations, `start` is the earliest start of the collective, and
+    `complete` the time at which the previous collective is complete.
     """
     running = bisect_right(ends, start)
     undisturbed = bisect_left(starts, complete)

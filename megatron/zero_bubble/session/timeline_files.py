@@ -121,11 +121,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
 
 
 def _with_means(costs: StageCosts, means: Sequence[Mapping[OpKind, float]]) -> StageCosts:
-    """Replace the times of the kinds of operations that were measured; F, B and W that were not measured keep theirs.
-
-    Args:
-        means: for each stage, the mean times of the measured kinds of operations.
-    """
+    """Replace each stage's times by the `means` of the kinds that it measured; other F, B and W keep their times."""
     stages = [by_result(mean) for mean in means]
     times = {
         name: tuple(
