@@ -9,7 +9,7 @@ from math import floor, inf
 from operator import sub
 
 from megatron.zero_bubble.planner.request import limits_of_ranks
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import SHARD_TIMES, StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -144,8 +144,7 @@ class _Rank:
     @property
     def vocabulary(self) -> float:
         """Total time of the operations on the rank's vocabulary shard; these operations may run in idle time."""
-        costs = self.path.costs
-        times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
+        times = [getattr(self.path.costs, name) for name in SHARD_TIMES]
         return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
 
     @cached_property

@@ -112,8 +112,6 @@ def capacity_of_multiple(
     `multiple` times the peak memory of activations; the capacity is the largest of these sums.
 
     Args:
-        request: a request with the costs of the model's units.
-        layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
             rank. If `is_interleaved` is false, or there are fewer microbatches than ranks, the peak memory of 1F1B is

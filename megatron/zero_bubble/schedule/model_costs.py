@@ -252,8 +252,6 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
     the end.
 
     Args:
-        num_layers: number of layers of the model.
-        num_stages: number of stages of the pipeline.
         embedding: whether the embedding takes the place of one layer of the first stage.
         loss: whether the loss takes the place of one layer of the last stage.
 
