@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate, placement_for, request_for
 from megatron.zero_bubble.planner.auto import limits_of_multiple
-from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.bounds import lower_bound
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, one_f_one_b_peaks
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, simulate
@@ -94,7 +94,7 @@ def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data
     timeline = simulate(planned, costs, **options)
     assert fits(timeline, limits)
     assert recomputes_all(planned)
-    assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, FULL).span * (1 - 1e-9)
+    assert timeline.cost >= lower_bound(planned.placement, m, costs, limits, FULL) * (1 - 1e-9)
     for schedule in simple:
         other = simulate(schedule, costs, **options)
         assert not fits(other, limits) or timeline.cost <= other.cost * (1 + 1e-9), schedule.name
@@ -114,7 +114,7 @@ def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name
     timeline = checked(planned, costs)
     assert fits(timeline, limits)
     assert recomputes_all(planned)
-    assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, FULL).span * (1 - 1e-9)
+    assert timeline.cost >= lower_bound(planned.placement, m, costs, limits, FULL) * (1 - 1e-9)
     try:
         inside = generate(name, p, m, costs=costs.recomputing_in_backward(), **options)
     except Infeasible:
@@ -210,7 +210,7 @@ def compare_planned(name, p, m, costs, limits, **options):
     checked(planned, costs)
     timeline = simulate(planned, costs, **options)
     assert fits(timeline, limits)
-    assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, PLANNED).span * (1 - 1e-9)
+    assert timeline.cost >= lower_bound(planned.placement, m, costs, limits, PLANNED) * (1 - 1e-9)
     for recompute in (Recompute.NONE, FULL):
         try:
             other = generate(name, p, m, costs=costs, memory_limit=limits, recompute=recompute, **options)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.bounds import lower_bound
 from megatron.zero_bubble.planner.layouts import search_layouts
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
@@ -34,9 +34,7 @@ def planned(name, blocks, limit, recompute=Recompute.FULL):
     validate(schedule)
     timeline = simulate(schedule, costs)
     assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-    assert timeline.cost >= lower_bounds(schedule.placement, NUM_MICROBATCHES, costs, limit, recompute).span * (
-        1 - 1e-9
-    )
+    assert timeline.cost >= lower_bound(schedule.placement, NUM_MICROBATCHES, costs, limit, recompute) * (1 - 1e-9)
     return timeline
 
 

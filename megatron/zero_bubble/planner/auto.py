@@ -56,13 +56,6 @@ def _recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedul
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
     candidate without R is taken at once if unlimited memory would not make this candidate faster. With a small budget
     (see `is_draft`), the candidate with an R for each microbatch is left out.
-
-    Args:
-        problem: the problem to plan.
-        best: function that returns the best schedule that it finds for a problem, or raises `Infeasible`.
-
-    Raises:
-        Infeasible: no schedule fits in the memory limits or, with a group size, no schedule with groups of this size.
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
@@ -116,30 +109,24 @@ def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
         factor: number by which the memory of p microbatches is multiplied, such as 1 for ZB-1p and 2 for ZB-2p.
         request: a request whose costs and ranks determine the memory limits.
     """
-    p = request.num_ranks
     if request.recompute is Recompute.FULL:
-        return _limits(request, p, factor)
-    return _limits(request, factor * p)
+        return limits_in_flight(lambda p: p, request, factor)
+    return limits_in_flight(lambda p: factor * p, request)
 
 
-def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits of p ranks in a V-shaped placement, for `in_flight_on(p)` microbatches in flight on each chunk.
-
-    Args:
-        in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each chunk.
-        request: a request whose costs and ranks determine the memory limits.
-    """
-    return _limits(request, in_flight_on(request.num_ranks))
-
-
-def _limits(request: PlanRequest, in_flight: float, factor: int = 1) -> Limits:
+def limits_in_flight(in_flight_on: Callable[[int], float], request: PlanRequest, factor: int = 1) -> Limits:
     """Rank -> `factor` times the memory of microbatches in flight, plus the memory that microbatches leave allocated.
 
     The memory of microbatches in flight includes the memory that one B of each chunk adds, because a microbatch may
     take more memory after its B than before its B. Microbatches leave memory allocated from their W until the end of
     the step.
+
+    Args:
+        in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each chunk.
+        request: a request whose costs and ranks determine the memory limits.
+        factor: number by which the memory of microbatches in flight is multiplied.
     """
-    costs = request.stage_costs
+    costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)
     limits = []
     for rank in range(request.num_ranks):
         stages = request.placement.stages_of(rank)

@@ -1,4 +1,4 @@
-"""Lower bounds on the longest span of a rank, over all schedules with a given placement, costs and memory limits."""
+"""A lower bound on the longest span of a rank, over all schedules with a given placement, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -9,43 +9,26 @@ from math import floor, inf
 from operator import sub
 
 from megatron.zero_bubble.planner.request import limits_of_ranks
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import SHARD_TIMES, StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
-@dataclass(frozen=True)
-class LowerBounds:
-    """Lower bounds on `Timeline.cost`, the longest span of a rank, in the unit of time of the costs.
-
-    Every bound holds with and without overlap of communication, and for schedules with and without fused B and W.
-    """
-
-    work: float
-    """Total time of the operations of the busiest rank."""
-    dependency: float
-    """Longest path from the first F of a rank through later stages to the last W of the same rank. For m microbatches,
-    p equal stages and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
-    2401.10241)."""
-    memory: float
-    """The larger of two bounds under the memory limit. The first is `dependency`, computed with the idle time that the
-    limit causes. The second is the integral of the memory of all microbatches over time, divided by the limit."""
-
-    @property
-    def span(self) -> float:
-        """The largest of the three lower bounds `work`, `dependency` and `memory`."""
-        return max(self.work, self.dependency, self.memory)
-
-
-def lower_bounds(
+def lower_bound(
     placement: Placement,
     num_microbatches: int,
     costs: StageCosts,
     memory_limit: float | Sequence[float] | None = None,
     recompute: Recompute = Recompute.NONE,
-) -> LowerBounds:
-    """Compute lower bounds on the longest span of a rank, for schedules in which no rank exceeds its memory limit.
+) -> float:
+    """A lower bound on `Timeline.cost`, the longest span of a rank, for schedules within the memory limits.
+
+    The bound holds with and without overlap of communication, and for schedules with and without fused B and W. It is
+    the larger of two bounds. The first is the longest path from the first F of a rank through later stages to the last
+    W of the same rank, with the idle time that the memory limit causes. Without a limit, for m microbatches, p equal
+    stages and messages of time C, the path takes (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
+    2401.10241). The second is the integral of the memory of all microbatches over time, divided by the limit.
 
     Args:
         placement: placement of the stages on the ranks.
@@ -54,7 +37,7 @@ def lower_bounds(
         memory_limit: memory limit of the ranks, as one value for all ranks or one value per rank, in the unit of memory
             of the costs; None for no limit.
         recompute: which microbatches have an R (recomputation). A microbatch with an R takes `costs.memory_r` less
-            memory between its F and its R. The time of R is part of the bounds only under full recomputation.
+            memory between its F and its R. The time of R is part of the bound only under full recomputation.
 
     Raises:
         ScheduleError: the placement and the costs differ in their number of stages, the placement and the limits differ
@@ -69,13 +52,8 @@ def lower_bounds(
     if num_microbatches < 1:
         raise ScheduleError(f"a lower bound needs at least one microbatch, got {num_microbatches}")
     path = _Path(placement, costs, recompute)
-    free = [_Rank(path, rank, num_microbatches, inf) for rank in range(placement.num_ranks)]
-    bound = [_Rank(path, rank, num_microbatches, limit) for rank, limit in enumerate(limits)]
-    return LowerBounds(
-        work=max(rank.work for rank in free),
-        dependency=_through_others(path, free),
-        memory=max(_through_others(path, bound), max(rank.memory_time for rank in bound)),
-    )
+    ranks = [_Rank(path, rank, num_microbatches, limit) for rank, limit in enumerate(limits)]
+    return max(_through_others(path, ranks), *(rank.memory_time for rank in ranks))
 
 
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
@@ -166,8 +144,7 @@ class _Rank:
     @property
     def vocabulary(self) -> float:
         """Total time of the operations on the rank's vocabulary shard; these operations may run in idle time."""
-        costs = self.path.costs
-        times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
+        times = [getattr(self.path.costs, name) for name in SHARD_TIMES]
         return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
 
     @cached_property

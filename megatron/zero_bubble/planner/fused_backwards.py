@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.generators.zb_h1 import split_backward
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
@@ -55,10 +55,7 @@ def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
 
 def with_separate_backwards(schedule: Schedule) -> Schedule:
     """The schedule without sends and receives, with a B and a W in place of each BW."""
-    lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
-    parts = {OpKind.BW: KINDS[OpKind.BW].makes}
-    ops = (tuple(op._replace(kind=kind) for op in lane for kind in parts.get(op.kind, (op.kind,))) for lane in lanes)
-    return replace(schedule, ops=tuple(ops))
+    return split_backward(schedule.without_communication(), delay=0)
 
 
 def with_some_backwards_fused(schedule: Schedule) -> Schedule:
@@ -104,8 +101,9 @@ def _unhurried(timeline: Timeline) -> list[set[Op]]:
 
 def _joined(schedule: Schedule, joined: Sequence[frozenset[Op]]) -> Schedule:
     """The schedule in which each B in `joined` and the W of the same microbatch and stage become one BW."""
-    ops = []
-    for lane, here in zip(schedule.ops, joined, strict=True):
-        dropped = {op._replace(kind=OpKind.W) for op in here}
-        ops.append(tuple(op._replace(kind=OpKind.BW) if op in here else op for op in lane if op not in dropped))
-    return replace(schedule, ops=tuple(ops))
+
+    def kinds(rank: int, op: Op) -> tuple[OpKind, ...]:
+        is_in_bw = op.kind is OpKind.W and op._replace(kind=OpKind.B) in joined[rank]
+        return () if is_in_bw else (OpKind.BW if op in joined[rank] else op.kind,)
+
+    return schedule.with_kinds(kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.periodic import extended, fewer_microbatches
 from megatron.zero_bubble.planner.portfolio import cost_of
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of, placement_for
-from megatron.zero_bubble.planner.request import Limits, PlanRequest
+from megatron.zero_bubble.planner.request import Limits, PlanRequest, check_within
 from megatron.zero_bubble.planner.restoring import groupings
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
@@ -207,13 +207,8 @@ def _in_one_group(request: PlanRequest) -> Schedule:
     else:
         schedule = make(costs)
     if limits is not None:
-        _check_memory(schedule, costs, limits)
+        # Some generators of schedules ignore memory limits.
+        check_within(
+            lambda rank: f"on rank {rank} schedule {schedule.name} needs", peak_memory(schedule, costs), limits
+        )
     return schedule
-
-
-def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    """Raise `Infeasible` if a schedule exceeds a memory limit; some generators of schedules ignore memory limits."""
-    peaks = peak_memory(schedule, costs)
-    for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
-        if peak > limit * (1 + 1e-9):
-            raise Infeasible.beyond(f"on rank {rank} schedule {schedule.name} needs", peak, limit, peaks)

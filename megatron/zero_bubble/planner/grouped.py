@@ -12,6 +12,7 @@ from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.planner.rules import GapRule
+from megatron.zero_bubble.schedule.generators.one_f_one_b import alternate
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
@@ -45,8 +46,6 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     last has `slope` more F in its warmup than the next rank; the difference is smaller if memory is short.
 
     Args:
-        problem: the planning problem.
-        groups: sizes of the groups of microbatches.
         slope: difference between the warmups of successive ranks, in numbers of F; 2 in Megatron's interleaved
             schedule.
 
@@ -60,10 +59,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
         # A rank cannot run more F in its warmup than the previous rank.
         most = min(most, _most_forwards(problem, rank, forwards))
         warmup = min(warmup_length(problem, rank, groups, slope), most - 1)
-        order = forwards[:warmup]
-        for number, backward in enumerate(backwards):
-            order += [*forwards[warmup + number : warmup + number + 1], backward]
-        orders.append(order)
+        orders.append(list(alternate(forwards, backwards, warmup)))
     return orders
 
 

@@ -61,10 +61,6 @@ class Plan:
 def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     """Plan the schedule of one layout of a model.
 
-    Args:
-        request: a request with the costs of a model's units.
-        layout: the layout to plan.
-
     Returns:
         The plan, with the simulated schedule.
 

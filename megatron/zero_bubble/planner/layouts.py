@@ -9,7 +9,7 @@ from math import inf
 from operator import itemgetter
 
 from megatron.zero_bubble.planner.balance import Balance
-from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.bounds import lower_bound
 from megatron.zero_bubble.planner.choice import (
     SHARDING_GAIN,
     SIMPLER,
@@ -257,11 +257,11 @@ class _Search:
         # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
         limits = None if request.offloads else limits  # with copies, a microbatch may take no memory
-        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
+        bound = lower_bound(layout.placement, request.num_microbatches, costs, limits, weakest)
         if request.post_validation or layout.recompute is Recompute.FULL:  # a plan may run fewer R than estimated
-            return bounds.span
+            return bound
         cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
-        return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))
+        return max(bound, _balance(cheapest, layout).estimate(layout.partition))
 
     def _can_be_fastest(self, layout: Layout) -> bool:
         """Whether the layout's lower bound is below the best plan's time divided by `GAIN`."""

@@ -43,8 +43,6 @@ def improve(
     """Improve a plan by moving operations.
 
     Args:
-        problem: the problem that the plan solves.
-        plan: the plan to start from.
         budget: effort of the search, as a number of planned operations.
         restarts: largest number of restarts in a row without a better plan, before the search ends.
 

@@ -24,10 +24,7 @@ def megatrons_layout(
     """The layout that Megatron's flags give, with the layers spread as evenly as possible over the stages.
 
     Args:
-        num_layers: layers of the model.
-        num_ranks: pipeline ranks.
         num_chunks: number of model chunks per rank; the placement is interleaved if a rank has several chunks.
-        recompute: which microbatches have an R (recomputation).
 
     Raises:
         ScheduleError: there are fewer layers than stages.
@@ -115,8 +112,6 @@ def capacity_of_multiple(
     `multiple` times the peak memory of activations; the capacity is the largest of these sums.
 
     Args:
-        request: a request with the costs of the model's units.
-        layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
         is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
             rank. If `is_interleaved` is false, or there are fewer microbatches than ranks, the peak memory of 1F1B is

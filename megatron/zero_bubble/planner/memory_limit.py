@@ -80,9 +80,6 @@ class MemoryLimit:
         """The memory limit in bytes; a multiple of a peak memory is converted with measured costs.
 
         Args:
-            placement: placement of the stages on the ranks.
-            costs: costs of the stages, with memory in bytes.
-            num_microbatches: microbatches of an iteration.
             free_bytes: free memory for activations on the fullest device; used for `auto` only.
             inside: rank -> largest temporary memory of an operation on the rank; zero by default.
             recompute: which microbatches have an R (recomputation).

@@ -247,12 +247,9 @@ class _RankCopies:
         self._releasable.append(_Activations(self._backward[key], copy_end, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
-        """Free memory by releasing activations or running W earlier; return False if `amount` still does not fit.
+        """Free memory before the operation at position `at`; return False if `amount` still does not fit.
 
-        Args:
-            amount: memory to allocate.
-            at: position of the operation that allocates the memory.
-            last: only activations with a backward after the position `last` may be released; `at` by default.
+        Only activations with a backward after the position `last` (by default `at`) may be released.
         """
         if self._memory + amount <= self._limit:
             return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_of_multiple, planned
-from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.bounds import lower_bound
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.portfolio import best_of, fits
@@ -105,7 +105,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     problem = Problem.of(request, limits)
     start = planned(limit_of_1f1b, request.within(limits))
     timeline = problem.simulated(start)
-    bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)
+    bound = float(lower_bound(start.placement, num_microbatches, costs, limits))
     best = Solution(replace(start, name="optimal"), timeline.cost, bound)
     if best.is_optimal:
         return best

@@ -120,11 +120,7 @@ class OrderMoves:
                 yield Move(rank, op, first, high + 1, [op, *passed])
 
     def _may_pass(self, op: int, others: Sequence[int]) -> bool:
-        """Whether an operation can move past other operations of its rank.
-
-        Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
-        their order. An operation comes after the operations whose results it needs.
-        """
+        """Whether an operation can move past other operations of its rank; each kind keeps its microbatch order."""
         m, size = self.problem.num_microbatches, self.problem.codes.b
         code, codes = op // m, [other // m for other in others]
         if code in codes or (self._keeps_forwards and code < size and min(codes) < size):
@@ -219,8 +215,7 @@ class _Repair:
         return self._order[self._num_placed : end]
 
     def _place_weight_gradient(self) -> bool:
-        """Place the first W that can run before the next operation; return False if no W is placed, or if it releases
-        no memory."""
+        """Place the first W that can run before the next operation; return whether the W releases memory."""
         num_placed, first, end = self._num_placed, self._w.start, self._w.stop
         from_b = first - self._b.start
         unplaced = self._unplaced()

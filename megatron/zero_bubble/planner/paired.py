@@ -145,16 +145,13 @@ class _PairedRanks(EventLoop):
         plan = self.run()
         if plan is None:
             return None
-        apart = schedule_of_orders(self.problem, plan.orders)
-        lanes = (
-            tuple(
-                op._replace(kind=paired.get(op, op.kind))
-                for op in ops
-                if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
-            )
-            for ops, paired in zip(apart.ops, self.paired, strict=True)
-        )
-        return replace(apart, ops=tuple(lanes))
+
+        def kinds(rank: int, op: Op) -> tuple[OpKind, ...]:
+            paired = self.paired[rank]
+            is_fused = op.kind is OpKind.W and paired.get(op._replace(kind=OpKind.B)) is OpKind.PBW
+            return () if is_fused else (paired.get(op, op.kind),)
+
+        return schedule_of_orders(self.problem, plan.orders).with_kinds(kinds)
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         codes, policy, weights = self.codes, self.policy, self.weights[rank]
@@ -190,13 +187,9 @@ class _PairedRanks(EventLoop):
         return (code,) if code < self.codes.end else (forward, self.codes.b + backward)
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """(code, start time) of the earliest operation of one kind; (-1, inf) if no start time is known.
+        """(code, start time) of the earliest operation of one kind, on the first of `stages` that can start it then.
 
-        Args:
-            stages: stages of the rank in order of preference; this order decides between operations that can start at
-                the same time.
-            now: current time.
-            first: first code of the kind, which is the code of the kind's operation on stage 0 (see `Codes`).
+        The kind is given by its `first` code (see `Codes`); (-1, inf) if no start time is known.
         """
         ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
         when, place = min(ready)

@@ -92,9 +92,6 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: estimates the time of a partition, and has the minimum number of layers of each stage.
-        partition: the partition before the move.
-        givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.
     """
     least, rank_of = balance.least_layers, balance.rank_of

@@ -58,11 +58,7 @@ def extended(
     period that takes the least time per microbatch is repeated.
 
     Args:
-        schedule: the schedule to extend.
-        num_microbatches: microbatches of the extended schedule.
-        costs: costs of the stages.
         limits: memory limit of each rank; by default the peak memory of the schedule.
-        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
         The extended schedule; None if every period exceeds the memory limits, or takes more time per microbatch than

@@ -45,13 +45,7 @@ LARGER_LIMITS = (1.1, 1.4, 1.7)
 
 
 def _budget_of(problem: Problem) -> int:
-    """Budget of a search, as a number of planned operations.
-
-    The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders. If the
-    budget of the problem is zero, the search gets the budget for `QUICK_CANDIDATES` candidate orders. For a long
-    problem (see `Problem.is_long`), the search gets a quarter of the budget of the problem, but at least a quarter
-    of the budget for `LEAST_CANDIDATES` candidate orders.
-    """
+    """Budget of a search, as a number of planned operations; a long problem gets only a quarter."""
     if problem.is_long:
         return max(problem.budget // 4, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
@@ -172,10 +166,12 @@ class Portfolio:
             if whole.is_feasible and not self.finished:
                 for plan in search(whole).plans[:1]:
                     schedule = schedule_of_orders(whole, plan.orders)
-                    for delay in delays(schedule, problem.costs):
-                        [inserted] = with_vocabulary(
-                            schedule, problem.costs, [delay], overlap_communication=problem.overlap_communication
-                        )
+                    for inserted in with_vocabulary(
+                        schedule,
+                        problem.costs,
+                        delays(schedule, problem.costs),
+                        overlap_communication=problem.overlap_communication,
+                    ):
                         self.in_order(orders_of_schedule(problem, inserted))
 
     def fit(self, search: Callable[[Problem], Portfolio]) -> None:

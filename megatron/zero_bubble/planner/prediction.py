@@ -136,12 +136,7 @@ def as_megatron_recomputes(timeline: Timeline) -> Timeline:
 
 
 def recomputed_in_backward(schedule: Schedule, timeline: Timeline) -> Timeline:
-    """Simulate a schedule without R, and with a recomputation in every backward.
-
-    Args:
-        schedule: a schedule with recomputations (R).
-        timeline: a timeline whose costs and options the simulation uses.
-    """
+    """Simulate a schedule without R, and with a recomputation in every backward."""
     schedule = without_recomputation(schedule)
     return simulate(
         lower(schedule) if timeline.hardware_queues else schedule,

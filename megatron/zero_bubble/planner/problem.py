@@ -9,13 +9,12 @@ from itertools import accumulate, chain
 from math import ceil
 from operator import add, sub
 
-from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.bounds import lower_bound
 from megatron.zero_bubble.planner.codes import Codes
 from megatron.zero_bubble.planner.footprint import Footprint
-from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, are_within, tolerance
+from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, are_within, check_within
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
@@ -100,9 +99,7 @@ class Problem:
 
     def check_feasible(self) -> None:
         """Raise `Infeasible` if no schedule with separate B and W fits in the memory limits."""
-        for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
-            if limit < needed - tolerance(needed):
-                raise Infeasible.beyond(f"rank {rank} needs at least", needed, limit, self.smallest_limits)
+        check_within(lambda rank: f"rank {rank} needs at least", self.smallest_limits, self.limits)
 
     @property
     def is_long(self) -> bool:
@@ -283,7 +280,7 @@ class Problem:
     @cached_property
     def bound_if_fused(self) -> float:
         """A lower bound on the longest span of a rank, for schedules with fused or separate B and W."""
-        return lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
+        return lower_bound(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute)
 
     @cached_property
     def bound(self) -> float:

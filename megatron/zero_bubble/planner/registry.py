@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_in_v, limits_of_multiple, planned
+from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_in_flight, limits_of_multiple, planned
 from megatron.zero_bubble.planner.optimal import optimal
 from megatron.zero_bubble.planner.request import Limits, PlanRequest
 from megatron.zero_bubble.schedule.errors import ScheduleError, UnknownSchedule
@@ -138,21 +138,21 @@ _ENTRIES = (
         "zb-v",
         "placed in a V: no bubble where F = B = W, memory p M_B",
         "v",
-        partial(limits_in_v, lambda p: p),
+        partial(limits_in_flight, lambda p: p),
         takes_limit=True,
     ),
     _planned(
         "v-half",
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
-        partial(limits_in_v, lambda p: p / 2 + 1),
+        partial(limits_in_flight, lambda p: p / 2 + 1),
         takes_limit=True,
     ),
     _planned(
         "v-min",
         "placed in a V, for memory: about two thirds of 1F1B's bubble where F = B = W, memory (p/3 + 1) M_B",
         "v",
-        partial(limits_in_v, lambda p: p / 3 + 1),
+        partial(limits_in_flight, lambda p: p / 3 + 1),
         takes_limit=True,
     ),
     _generated(

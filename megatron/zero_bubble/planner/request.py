@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
-from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement, check_size
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -261,6 +261,18 @@ def limits_of_ranks(memory_limit: float | Sequence[float], num_ranks: int) -> Li
 def are_within(amounts: Sequence[float], limits: Sequence[float]) -> bool:
     """Whether no amount exceeds its limit by more than a rounding error."""
     return all(amount - tolerance(amount) <= limit for amount, limit in zip(amounts, limits, strict=True))
+
+
+def check_within(subject: Callable[[int], str], needed: Limits, limits: Sequence[float]) -> None:
+    """Raise `Infeasible` for the first rank that needs more than its limit; the message begins with `subject(rank)`."""
+    for rank, (amount, limit) in enumerate(zip(needed, limits, strict=True)):
+        if not are_within([amount], [limit]):
+            raise Infeasible(
+                f"{subject(rank)} {amount:g} of memory, above the limit of {limit:g}; {max(needed):g} is enough for "
+                "every rank",
+                max(needed),
+                needed,
+            )
 
 
 def tolerance(amount: float) -> float:

@@ -114,9 +114,6 @@ def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: i
     a schedule that needs less memory.
 
     Args:
-        plan: the schedules of the run.
-        costs: costs of the stages, for each microbatch in the order of the data.
-        least_level: first memory level to try (see `StepPlan.level`).
         options: keyword arguments of `order_microbatches`.
 
     Raises:

@@ -159,10 +159,7 @@ def _back_to_back(problem: Problem) -> Schedule | None:
         return None
     schedule = schedule_of_orders(with_fused, _search(with_fused).best.orders)
     kinds = {OpKind.B: (OpKind.B, OpKind.W), OpKind.W: ()}
-    ops = (
-        tuple(op._replace(kind=kind) for op in lane for kind in kinds.get(op.kind, (op.kind,))) for lane in schedule.ops
-    )
-    return replace(schedule, ops=tuple(ops))
+    return schedule.with_kinds(lambda _, op: kinds.get(op.kind, (op.kind,)))
 
 
 def _max_in_flight(problem: Problem) -> float:

@@ -234,9 +234,6 @@ def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
     """Convert values measured for each kind of operation to values for each kind of result, such as F, B and W.
 
     Half of the value of a fused backward (BW) counts as B and half as W, unless B and W were measured separately.
-
-    Args:
-        measured: kind of operation -> measured value, such as a time.
     """
     values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
     for kind, value in measured.items():

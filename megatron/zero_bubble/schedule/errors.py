@@ -40,13 +40,6 @@ class Infeasible(ScheduleError):
         self.smallest_limit = smallest_limit
         self.of_ranks = of_ranks
 
-    @classmethod
-    def beyond(cls, subject: str, needed: float, limit: float, of_ranks: tuple[float, ...]) -> Infeasible:
-        """The error for a rank that needs more memory than its limit; the message begins with `subject`."""
-        smallest = max(of_ranks)
-        message = f"{subject} {needed:g} of memory, above the limit of {limit:g}; {smallest:g} is enough for every rank"
-        return cls(message, smallest, of_ranks)
-
     def __str__(self) -> str:
         return str(self.args[0])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
@@ -118,20 +116,8 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:
         return schedule
-    ranks = []
-    for ops in schedule.ops:
-        placed: list[Op] = []
-        for op in ops:
-            is_measured = op.microbatch == 0
-            if is_measured and op.kind is OpKind.R:
-                continue
-            if is_measured and op.kind in BACKWARDS:
-                placed.append(op._replace(kind=OpKind.H))
-            placed.append(op)
-            if is_measured and op.kind is OpKind.F:
-                placed.append(op._replace(kind=OpKind.D))
-        ranks.append(tuple(placed))
-    return replace(schedule, ops=tuple(ranks))
+    copied = {OpKind.R: (), OpKind.F: (OpKind.F, OpKind.D), **{kind: (OpKind.H, kind) for kind in BACKWARDS}}
+    return schedule.with_kinds(lambda _, op: copied.get(op.kind, (op.kind,)) if op.microbatch == 0 else (op.kind,))
 
 
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ computes the times and bubbles of a schedule.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -242,6 +242,14 @@ class Schedule:
         left_out = COMMUNICATION | kinds
         return replace(self, ops=tuple(tuple(op for op in ops if op.kind not in left_out) for ops in self.ops))
 
+    def with_kinds(self, kinds: Callable[[int, Op], Iterable[OpKind]]) -> Schedule:
+        """The given schedule with operations of the kinds `kinds(rank, op)`, in this order, in place of each `op`."""
+        ops = (
+            tuple(op if kind is op.kind else op._replace(kind=kind) for op in lane for kind in kinds(rank, op))
+            for rank, lane in enumerate(self.ops)
+        )
+        return replace(self, ops=tuple(ops))
+
     def without_communication(self) -> Schedule:
         """The given schedule without the sends, receives and collectives that `lower` adds."""
         return self.without(COMMUNICATION) if self.is_lowered else self
@@ -256,8 +264,6 @@ class Schedule:
         """The operations of `rank` around `position` as text for error messages.
 
         Args:
-            rank: rank whose operations are shown.
-            position: position of the operation that is put in brackets.
             radius: number of operations shown before and after `position`.
         """
         first = max(0, position - radius)

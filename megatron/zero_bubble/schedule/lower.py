@@ -192,12 +192,7 @@ def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place each receive `receive_ahead` computations before its consumer.
-
-    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
-    consumers of the channel's messages run in a different order from the sends, some receives are posted more than
-    `receive_ahead` computations before their consumers, so that the receives have the order of the sends.
-    """
+    """Place each receive `receive_ahead` computations before its consumer (see `lower`), but not before a VALIDATE."""
     phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):

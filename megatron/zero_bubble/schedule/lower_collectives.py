@@ -35,7 +35,7 @@ class PlacedCollective(NamedTuple):
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
-    """Place the collectives of a schedule in the same order on all ranks.
+    """Place the collectives of a schedule without communication in the same order on all ranks.
 
     Collectives are sorted by the position of their last contributing operation in the serial order `order`.
 
@@ -54,9 +54,7 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     before VALIDATE, or all ranks join the collective after VALIDATE.
 
     Args:
-        schedule: schedule without communication.
         order: one order of all ranks' computations (see `SerialOrder`).
-        costs: costs of the stages.
 
     Raises:
         InvalidSchedule: an operation that contributes to a collective is missing.
@@ -81,16 +79,13 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
 
 def joined_early(schedule: Schedule) -> Schedule:
-    """Let every rank join each collective as early as possible.
+    """Let every rank of a lowered schedule join each collective as early as possible.
 
     If a separate thread waits for a collective, joining the collective early delays no computation of the rank. If a
     rank joins a collective late, as `place_collectives` may choose, the result arrives late on all ranks. With
     `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
     collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
     or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
-
-    Args:
-        schedule: lowered schedule.
     """
     return replace(schedule, ops=tuple(_joined_early(schedule, rank) for rank in range(schedule.num_ranks)))
 
@@ -115,15 +110,10 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
-    """Position of the computation before which a rank should join a collective, chosen for the shortest delay.
+    """Position before which a rank joins a collective with the shortest delay, by planned times alone.
 
-    The position of the computation depends only on planned times, and not on the dependencies of the collective.
-
-    Args:
-        starts: start times of the computations of the rank.
-        ends: end times of the computations of the rank.
-        start: earliest start of the collective.
-        complete: time at which the previous collective is complete.
+    `starts` and `ends` are the times of the rank's computations, `start` is the earliest start of the collective, and
+    `complete` the time at which the previous collective is complete.
     """
     running = bisect_right(ends, start)
     undisturbed = bisect_left(starts, complete)

@@ -240,13 +240,7 @@ class ModelCosts:
 
 
 def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
-    """Replace the memory of parameters, gradients and optimizer states in the costs of a model's units.
-
-    Args:
-        costs: costs of the units of a model.
-        states: memory of parameters, gradients and optimizer states for each unit, in this order: embedding, every
-            layer, output.
-    """
+    """Replace the `state` of a model's units by `states`: of the embedding, every layer, and the output."""
     return costs.with_units(replace(unit, state=state) for unit, state in zip(costs.units, states, strict=True))
 
 
@@ -258,8 +252,6 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
     the end.
 
     Args:
-        num_layers: number of layers of the model.
-        num_stages: number of stages of the pipeline.
         embedding: whether the embedding takes the place of one layer of the first stage.
         loss: whether the loss takes the place of one layer of the last stage.
 

@@ -9,8 +9,7 @@ long as the whole pair, and the forward takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -52,13 +51,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """Operation of a pair on `rank` -> its duration: the time of the whole pair for the backward, 0 for the forward.
-
-    Args:
-        schedule: schedule with the pairs.
-        costs: costs of the stages.
-        rank: rank that runs the pairs.
-    """
+    """Operation of a pair on `rank` -> its duration: the time of the whole pair for the backward, 0 for the forward."""
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
         return times
@@ -88,14 +81,14 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
         chosen: rank -> chosen B and BW of the rank, each of which has a forward right before it.
     """
     assert not schedule.is_lowered
-    return _changed(schedule, chosen, {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW})
+    paired = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
+    return schedule.with_kinds(lambda rank, op: (paired[op.kind] if op in chosen[rank] else op.kind,))
 
 
 def apart(schedule: Schedule) -> Schedule:
     """The given schedule without communication and without pairs: every forward and backward is a separate
     operation."""
-    schedule = schedule.without_communication()
-    return _changed(schedule, [{backward for _, backward in pairs(lane)} for lane in schedule.ops], _SPLIT)
+    return schedule.without_communication().with_kinds(lambda _, op: (_SPLIT.get(op.kind, op.kind),))
 
 
 def half_apart(schedule: Schedule) -> Schedule:
@@ -119,17 +112,8 @@ def half_apart(schedule: Schedule) -> Schedule:
                 kept.discard(chunks)
                 here.add(backward)
                 alone |= parts
-    return _changed(schedule, separated, _SPLIT)
+    return schedule.with_kinds(lambda rank, op: (_SPLIT[op.kind] if op in separated[rank] else op.kind,))
 
 
 _SPLIT = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
 """Kind of a backward in a pair -> kind of the same backward as a separate operation."""
-
-
-def _changed(schedule: Schedule, chosen: Sequence[Set[Op]], kinds: Mapping[OpKind, OpKind]) -> Schedule:
-    """On every rank, replace the kind `k` of each operation in `chosen[rank]` by `kinds[k]`."""
-    ops = tuple(
-        tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
-        for lane, here in zip(schedule.ops, chosen, strict=True)
-    )
-    return replace(schedule, ops=ops)

@@ -47,11 +47,8 @@ def with_vocabulary(
     split, because operations on vocabulary shards may come between the forward and the backward of a pair.
 
     Args:
-        schedule: schedule into which operations are inserted.
-        costs: costs of the stages, with vocabulary shards.
         given_delays: delays of backwards and W, one delay for each returned schedule. With a delay below
             `shortest_delay(costs)` the ranks may deadlock.
-        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
     """
     schedule, in_w = apart(schedule.without(VOCABULARY)), costs.with_vocabulary_in_weight_gradients()
     timeline = simulate(schedule, in_w, overlap_communication=overlap_communication)
@@ -75,11 +72,8 @@ def with_best_delay(
     """Insert operations on vocabulary shards into a schedule, with the best of several delays of the backwards.
 
     Args:
-        schedule: schedule into which operations are inserted.
-        costs: costs of the stages, with vocabulary shards.
         limits: memory limit of every rank; None without limits. A schedule that exceeds a memory limit is chosen only
             if all tried schedules exceed a memory limit.
-        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         takes_makespan: whether schedules are compared by their makespan, and not by the longest span of a rank.
     """
     tried = with_vocabulary(schedule, costs, delays(schedule, costs), overlap_communication=overlap_communication)

@@ -39,10 +39,6 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     The microbatches of all iterations are numbered consecutively. STEP and VALIDATE are numbered by iteration:
     `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer step precedes
     the first iteration.
-
-    Args:
-        schedule: schedule of one iteration.
-        num_steps: number of iterations.
     """
 
     def moved(op: Op, step: int) -> Op:
@@ -82,13 +78,7 @@ def iteration_time(
     Without post-validation, an iteration starts when all ranks have finished the previous iteration, and the time of an
     iteration is its makespan. With post-validation a rank starts an iteration as soon as the rank itself has finished
     the previous iteration. With post-validation the returned time is the makespan of three iterations minus the
-    makespan of two iterations.
-
-    Args:
-        schedule: schedule of one iteration.
-        costs: costs of the stages.
-        overlap_communication: see `simulate`.
-        hardware_queues: see `simulate`.
+    makespan of two iterations. The options are those of `simulate`.
     """
 
     def makespan(num_steps: int) -> float:

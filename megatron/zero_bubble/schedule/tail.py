@@ -30,9 +30,6 @@ def reorder_tail(schedule: Schedule) -> Schedule:
 
     The makespan and the peak memory do not grow, because the last W and T wait for no other rank and allocate no
     memory. The reordering moves no send, receive or collective.
-
-    Args:
-        schedule: schedule with or without communication.
     """
     return replace(schedule, ops=tuple(_reorder(ops) for ops in schedule.ops))
 

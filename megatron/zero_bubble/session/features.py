@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
-from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.flags import SCHEDULE_FILE, flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def check_offload(flags: JobFlags) -> None:
     given = Feature.OFFLOAD.value
     if flags.zero_bubble_memory_limit is None:
         raise ValueError(f"{given} needs --zero-bubble-memory-limit: without a limit nothing has to leave the device")
-    if flags.zero_bubble_schedule is not None and flags.zero_bubble_schedule.startswith("file:"):
+    if flags.zero_bubble_schedule is not None and flags.zero_bubble_schedule.startswith(SCHEDULE_FILE):
         raise ValueError(
             f"{given} plans a schedule, but --zero-bubble-schedule {flags.zero_bubble_schedule} gives one: "
             "leave one of them out"

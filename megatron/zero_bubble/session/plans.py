@@ -13,11 +13,12 @@ from megatron.zero_bubble.mcore.refusals import refuse_with_features
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, in_peaks
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
+from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload, takes_makespan
@@ -233,7 +234,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
     limit = None
     if flags.memory_limit is not None:
         limit = flags.memory_limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
-    peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
+    peak = max(peak_memory(schedule, default_costs(schedule.placement, plan.recompute)))
     if limit is not None and peak > limit * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
 

@@ -81,8 +81,7 @@ def planning_options(
 def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
     """Raise `ValueError` for flags that need measured costs if other flags prevent the measurement.
 
-    Args:
-        limit: the memory limit; None if the limit needs no measurement, because the layout is chosen under the limit.
+    `limit` is None if the memory limit needs no measurement, because the layout is chosen under the limit.
     """
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
@@ -109,11 +108,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
 def restored_text(flags: JobFlags, planning: PlanningOptions, folder: str) -> str:
     """Log lines of a job that restores its layout from `folder`: the layout's origin, and flags without effect."""
     lines = [f" > layout: that of the checkpoint in --load {folder}"]
-    profile, unit_costs, limit = (
-        flags.zero_bubble_profile_input,
-        flags.zero_bubble_unit_costs_output,
-        flags.memory_limit,
-    )
+    profile, limit = flags.zero_bubble_profile_input, flags.memory_limit
     if profile is not None and planning.profile is None:
         lines.append(f" > --zero-bubble-profile-input {profile} has no effect: it was measured with another layout")
     if not planning.has_costs and limit is not None and limit.multiple is None:
@@ -121,7 +116,7 @@ def restored_text(flags: JobFlags, planning: PlanningOptions, folder: str) -> st
             f" > {limit_flag(flags)}: schedules keep to 1F1B's peak, because --zero-bubble-profile-iters 0 0 measures "
             "no costs"
         )
-    if unit_costs is not None:
+    if (unit_costs := flags.zero_bubble_unit_costs_output) is not None:
         lines.append(f" > --zero-bubble-unit-costs-output {unit_costs} is not written: no layers are measured")
     return "\n".join(lines)
 

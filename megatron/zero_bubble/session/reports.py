@@ -172,23 +172,24 @@ def describe_plan(report: Report) -> str:
 
 def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:
     """The lines of a table of each stage's costs, with columns for R, D and H if the costs include these operations."""
-    recomputes = any(costs.time_r)
-    in_ms = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w} | ({"R": costs.time_r} if recomputes else {})
-    offloads = any(costs.memory_d)
-    in_ms |= {"D": costs.time_d, "H": costs.time_h} if offloads else {}
-    heads = "".join(f"{kind:>5} (ms)" for kind in in_ms)
-    restored = "  restored by R (MiB)" if recomputes else ""
-    copied = "  copied by D (MiB)" if offloads else ""
-    yield f"     stage  rank{heads}  to next (ms)  kept by F (MiB){restored}{copied}  for W (MiB)"
-    for stage in range(costs.num_stages):
-        times = "".join(f"{values[stage]:10.2f}" for values in in_ms.values())
-        to_next = f"{costs.time_comm[stage]:12.2f}" if stage + 1 < costs.num_stages else " " * 12
-        restored = f"{_mib(costs.memory_r[stage]):21.1f}" if recomputes else ""
-        copied = f"{_mib(costs.memory_d[stage]):19.1f}" if offloads else ""
-        yield (
-            f"     {stage:5d} {placement.rank_of(stage):5d}{times}  {to_next} {_mib(costs.memory_f[stage]):16.1f}"
-            f"{restored}{copied} {_mib(-costs.memory_w[stage]):12.1f}"
-        )
+    recomputes, offloads, stages = any(costs.time_r), any(costs.memory_d), range(costs.num_stages)
+    times = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w}
+    times |= {"R": costs.time_r} if recomputes else {}
+    times |= {"D": costs.time_d, "H": costs.time_h} if offloads else {}
+    memory = {"kept by F": costs.memory_f}
+    memory |= {"restored by R": costs.memory_r} if recomputes else {}
+    memory |= {"copied by D": costs.memory_d} if offloads else {}
+    memory |= {"for W": tuple(-change for change in costs.memory_w)}
+    columns: dict[str, Iterable[str]] = {
+        "     stage": map(str, stages),
+        "  rank": map(str, map(placement.rank_of, stages)),
+    }
+    columns |= {f"{kind:>5} (ms)": [f"{time:.2f}" for time in values] for kind, values in times.items()}
+    columns["  to next (ms)"] = (*(f"{time:.2f}" for time in costs.time_comm), "")
+    columns |= {f"  {name} (MiB)": [f"{_mib(amount):.1f}" for amount in values] for name, values in memory.items()}
+    yield "".join(columns)
+    for cells in zip(*columns.values(), strict=True):
+        yield "".join(map(str.rjust, cells, map(len, columns)))
 
 
 def _mib(num_bytes: float) -> float:

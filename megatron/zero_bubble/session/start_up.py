@@ -55,12 +55,7 @@ def users_mistakes() -> Iterator[None]:
 
 @contextmanager
 def writing(flag: str, path: str | Path) -> Iterator[None]:
-    """Turn an `OSError` of the `with` block into a `SessionError` that names the flag and the file.
-
-    Args:
-        flag: the flag, such as `--zero-bubble-timeline`.
-        path: the file or folder that the user gave with the flag.
-    """
+    """Turn an `OSError` of the `with` block into a `SessionError` that names the flag and the file."""
     try:
         yield
     except OSError as error:

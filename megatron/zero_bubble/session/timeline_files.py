@@ -121,11 +121,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
 
 
 def _with_means(costs: StageCosts, means: Sequence[Mapping[OpKind, float]]) -> StageCosts:
-    """Replace the times of the kinds of operations that were measured; the other times of F, B and W do not change.
-
-    Args:
-        means: for each stage, the mean times of the measured kinds of operations.
-    """
+    """Replace each stage's times by the `means` of the measured kinds of operations; other times do not change."""
     stages = [by_result(mean) for mean in means]
     times = {
         name: tuple(

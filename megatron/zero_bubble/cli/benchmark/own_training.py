@@ -105,11 +105,7 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
 
 
 def _own_chunks(args: Arguments | ScriptArguments) -> int:
-    """Return the number of model chunks per rank that the flags of a training run ask for.
-
-    Raises:
-        ValueError: the layer pattern of a hybrid model has several stages per rank, or the flags contradict each other.
-    """
+    """Return the number of model chunks per rank that the flags of a training run ask for."""
     flags = JobFlags.of(args)
     pattern = flags.pattern
     if pattern is not None and len(pattern.stages) > flags.pipeline_model_parallel_size:
@@ -127,10 +123,7 @@ def _contestants(
 ) -> Iterator[Contestant]:
     """Yield the user's training under a zero-bubble schedule and under megatron-core's interleaved schedules.
 
-    Args:
-        ours: the zero-bubble flags of the user's training.
-        chunk_words: the training's flags for several model chunks per rank.
-        chunks: the number of model chunks per rank that `chunk_words` ask for.
+    `ours` are the user's zero-bubble flags, and `chunk_words` the flags that ask for `chunks` model chunks per rank.
     """
     asks_for_schedule = not _NAME_A_SCHEDULE.isdisjoint(names_in(ours))
     words = tuple(ours) if asks_for_schedule else ("--zero-bubble", *ours)

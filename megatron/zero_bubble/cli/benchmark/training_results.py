@@ -59,8 +59,7 @@ class TrainResult:
         """TFLOP/s of one GPU: counted as --log-throughput does or, for a Megatron-LM script, as the script prints."""
         if isinstance(self.args, Arguments):
             return self._rate_of_sequences * flops_of_sequence(self.args) / 1e12
-        printed = [value for turn in self.turns for value in turn.tflops]
-        return median(printed) if printed else None
+        return _median(value for turn in self.turns for value in turn.tflops)
 
     @property
     def _rate_of_sequences(self) -> float:
@@ -76,23 +75,18 @@ class TrainResult:
 
     @property
     def predicted_bubble_rate(self) -> float | None:
-        rates = [turn.predicted_bubble_rate for turn in self.turns if turn.predicted_bubble_rate is not None]
-        if rates:
-            return median(rates)
-        return float(self.simulated.bubble_rate) if self.simulated is not None else None
+        simulated = None if self.simulated is None else float(self.simulated.bubble_rate)
+        return _median((turn.predicted_bubble_rate for turn in self.turns), simulated)
 
     @property
     def predicted_ms(self) -> float | None:
-        times = [turn.predicted_ms for turn in self.turns if turn.predicted_ms is not None]
-        if times:
-            return median(times)
-        return float(self.simulated.makespan) if self.simulated is not None else None
+        simulated = None if self.simulated is None else float(self.simulated.makespan)
+        return _median((turn.predicted_ms for turn in self.turns), simulated)
 
     @property
     def pipeline_ms(self) -> float | None:
         """Measured time of an iteration in the pipeline; None if no training's log has a summary."""
-        times = [turn.pipeline_ms for turn in self.turns if turn.pipeline_ms is not None]
-        return median(times) if times else None
+        return _median(turn.pipeline_ms for turn in self.turns)
 
     @property
     def peak_bytes(self) -> float:
@@ -144,6 +138,11 @@ class TrainResult:
             "ratio_to_1f1b": self.ratio,
             "ratio_interval": list(interval) if interval else None,
         }
+
+
+def _median(values: Iterable[float | None], default: float | None = None) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else default
 
 
 def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:

@@ -104,11 +104,7 @@ def _points(
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the fastest plan that keeps all activations or, if no such plan fits, the fastest plan of all curves.
-
-    Raises:
-        ScheduleError: no plan fits under any memory limit of the curves.
-    """
+    """Return the fastest plan that keeps all activations or, if no such plan fits, the fastest plan of all curves."""
     keeping = [point for curve in curves if curve.variant == "keep" for point in curve.points.values()]
     points = keeping or [point for curve in curves for point in curve.points.values()]
     if not points:

@@ -55,7 +55,7 @@ def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start"
 
 
 def label(x: float, y: float, words: str, size: float, fill: str, squeezed_to: float | None = None) -> str:
-    """A text centred at `x`, narrowed to a width of `squeezed_to` pixels if `squeezed_to` is given."""
+    """A text centred at `x`, narrowed to a width of `squeezed_to` pixels if it is given."""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="middle"'
     squeezed = "" if squeezed_to is None else f' textLength="{number(squeezed_to)}" lengthAdjust="spacingAndGlyphs"'
     return f'<text class="l" {place}{squeezed} fill="{fill}">{clean(words)}</text>'

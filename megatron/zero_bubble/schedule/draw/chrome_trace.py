@@ -29,16 +29,13 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
         The trace as JSON text.
     """
     schedule = timeline.schedule
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": schedule.name}}
-    ]
+    events = [_name("process_name", 0, schedule.name)]
     for rank, lane in enumerate(timeline.lanes):
-        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events.append(_name("thread_name", rank, f"rank {rank}"))
         events += (_event(schedule, rank, timed, microseconds, steps) for timed in lane)
         if timeline.copies:
             link = len(timeline.lanes) + rank
-            name = {"name": f"host link of rank {rank}"}
-            events.append({"ph": "M", "pid": 0, "tid": link, "name": "thread_name", "args": name})
+            events.append(_name("thread_name", link, f"host link of rank {rank}"))
             copies = (_event(schedule, rank, timed, microseconds, steps) for timed in timeline.copies[rank])
             events += ({**event, "tid": link} for event in copies)
         events += _counter(f"memory of rank {rank}", memory_over_time(timeline, rank), microseconds)
@@ -46,6 +43,10 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
     events += _counter("idle ranks", idle_ranks_over_time(timeline), microseconds)
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
 
 
 def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, steps: int) -> dict[str, Any]:

@@ -30,20 +30,15 @@ _SHORTEST_WITH_LABEL = 0.1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline, and the positions and sizes, in pixels, of the elements of its drawing."""
+    """A timeline, and the positions and sizes, in pixels, of the elements of its drawing; fields as in `Options`."""
 
     timeline: Timeline
     title: str
     time_unit: str
-    """Name of the unit of time."""
     memory_unit: str
-    """Name of the unit of memory."""
     steps: int
-    """Number of iterations of the schedule (see `repeat`)."""
     width: float
-    """Width of the drawing in pixels."""
     duration: float
-    """Duration that the width of the drawing, without its margins, represents."""
 
     @property
     def num_lanes(self) -> int:

@@ -56,11 +56,6 @@ class Profile:
         If the profile lacks a setting of the run, `check_fits` assumes that the setting was switched off when the
         profile was measured.
 
-        Args:
-            placement: placement of the run.
-            model: settings of the model in the run.
-            recompute: which microbatches of the run have an R (recomputation).
-
         Raises:
             ScheduleError: the profile does not fit the run. The error message names the first difference between the
                 profile and the run.

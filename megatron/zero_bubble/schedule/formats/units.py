@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron.zero_bubble.schedule.costs import EXCHANGES
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.formats.json_format import short_integer
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -74,7 +75,7 @@ def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
         name: _checked_number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE)
         for name, value in entry.items()
     }
-    for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
+    for part, whole in EXCHANGES.items():
         if costs.get(part, 0) > costs[whole]:
             raise ScheduleError(
                 f"{part} of the {where} must be a part of {whole}, got {costs[part]:g} of {costs[whole]:g}"

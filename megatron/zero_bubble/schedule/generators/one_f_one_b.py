@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
+
+T = TypeVar("T")
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -29,7 +32,7 @@ def with_warmups(name: str, num_microbatches: int, warmups: Iterable[int]) -> Sc
     return Schedule(name, Placement("linear", len(ops)), num_microbatches, ops)
 
 
-def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:
+def alternate(forwards: Sequence[T], backwards: Sequence[T], num_warmup: int) -> tuple[T, ...]:
     """Return `num_warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     ops = list(forwards[:num_warmup])
     for k, backward in enumerate(backwards):
