@@ -75,10 +75,11 @@ def test_a_script_constructs_ddp_on_the_stream_of_w(monkeypatch: pytest.MonkeyPa
         yield
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    for device in ("cuda:0", "cpu"):
-        module = mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device(device))]))  # noqa: B023
+    for devices in (["cuda:0"], ["cpu"], []):
+        parameters = [mock.Mock(device=torch.device(device)) for device in devices]
+        module = mock.Mock(parameters=lambda: iter(parameters))  # noqa: B023
         constructed = mock.Mock()
         signature = inspect.signature(lambda ddp_config, module: None)
         construct_ddp(Call(constructed, signature.bind(Configuration(num_buckets=1), module)))
         constructed.assert_called_once()
-    assert streams == ["default stream of cuda:0", None]
+    assert streams == ["default stream of cuda:0", None, None]

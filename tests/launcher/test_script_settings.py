@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from argparse import Namespace
 from unittest import mock
 
@@ -312,6 +313,14 @@ def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SessionError, match="--timing-log-level 2"):
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
+
+
+def test_in_a_v_a_layout_has_its_prediction_layers_on_the_last_stage() -> None:
+    chunks = {"num_virtual_stages_per_pipeline_rank": None, "virtual_pipeline_model_parallel_size": 2}
+    layout = "Et|t|tt|t|t|t|tm|L"
+    script = script_arguments(**chunks, pipeline_model_parallel_layout=layout, mtp_num_layers=1)
+    with pytest.raises(SessionError, match=rf"^--pipeline-model-parallel-layout {re.escape(layout)}: in a V, all"):
+        Run(script, LaunchFlags(zero_bubble_schedule="zb-v"))
 
 
 @pytest.mark.parametrize(

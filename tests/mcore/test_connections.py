@@ -1,4 +1,4 @@
-"""Schedule and model both have their vocabulary in shards, or neither has."""
+"""Schedule and model both have their vocabulary in shards, or neither has; messages may carry their shapes."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def test_a_schedule_with_operations_on_shards_that_the_model_lacks_is_refused() 
         ScheduleError, match=r"^schedule \S+ has operations on vocabulary shards: call shard_vocabulary"
     ):
         connections.channels(schedule, default_groups().pp)
+
+
+@pytest.mark.parametrize("setting", ["variable_seq_lengths", "mtp_standalone", "enable_hyper_connections", None])
+def test_messages_carry_their_shapes_where_the_configuration_does_not_give_them(setting: str | None) -> None:
+    model = Layers()
+    if setting is not None:
+        setattr(model.config, setting, True)
+    connections = Connections(TorchCommunicator, timedelta(seconds=60), print)
+    connections.prepare([model], LINEAR, default_groups())
+    assert connections.shapes_vary is (setting is not None)

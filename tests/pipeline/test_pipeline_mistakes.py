@@ -158,6 +158,16 @@ def test_the_number_of_microbatches_is_a_whole_number(count):
             "layers: layer 3 is Linear(4x4, 4) on rank 0 and Linear(4x4) on rank 1",
         ),
         (
+            lambda rank: [TiedLayerSpec("ab"[rank], nn.Linear, 4, 4), *linears(3)],
+            lambda rank: {},
+            "layers: layer 0 is Linear tied as 'a' on rank 0 and Linear tied as 'b' on rank 1",
+        ),
+        (
+            lambda rank: [LayerSpec(nn.Linear, 4, 4, checkpoint=rank == 0), *linears(3)],
+            lambda rank: {},
+            "layers: layer 0 is Linear with checkpoint=True on rank 0 and Linear on rank 1",
+        ),
+        (
             lambda rank: linears(4),
             lambda rank: {"schedule": ("zb-h1", "1f1b")[rank]},
             "schedule: rank 0 has 'zb-h1', rank 1 has '1f1b'",

@@ -32,8 +32,18 @@ def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as
     printed = run_script(2, Path(__file__).parent / "two_ranks.py", tmp_path, str(tmp_path / "checkpoint"))
     before = "a batch of 8 samples does not divide into 3 microbatches"
     within = f"microbatch 2: layer 0 (Linear) failed: {error_of(torch.nn.Linear(6, 6), (2, 7))}"
-    expected = [f"rank {rank}: {problem}" for rank in range(2) for problem in (before, within)]
-    assert sorted(line for line in printed.splitlines() if line) == expected
+    replicas = "replicas must be a group of ranks with the same stages, one rank of each replica; its first rank has "
+    expected = [
+        f"rank {rank}: {problem}"
+        for rank in range(2)
+        for problem in (
+            before,
+            within,
+            f"{replicas}0.weight ([6, 6], torch.float32, True), rank 1 has 6.weight ([6, 6], torch.float32, True)",
+            f"{replicas}0.weight ([6, 6], torch.float32, True), rank 1 has 0.weight ([7, 6], torch.float32, True)",
+        )
+    ]
+    assert sorted(line for line in printed.splitlines() if line) == sorted(expected)
 
 
 # The same shapes go between threads in test_pipeline_shapes.py, and through two processes above.

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble import LayerSpec, Pipeline
@@ -54,6 +56,31 @@ def assert_equal(ours, reference) -> None:
         assert torch.equal(ours[name], value), name
 
 
+def refuse_replicas(rank: int, replicated: dict[str, dist.ProcessGroup]) -> None:
+    """Give the ranks of two stages as replicas, then replicas with different layers."""
+    for layers, groups in ((LAYERS, {"replicas": dist.group.WORLD}), ([nn.Linear(6, 6 + rank)], replicated)):
+        try:
+            Pipeline(layers, mse_loss, "zb-h1", 4, **groups)
+        except ValueError as error:
+            print(f"rank {rank}: {error}\n", end="", flush=True)
+
+
+def train_sharded(group: dist.ProcessGroup) -> None:
+    """Train a layer whose weights are sharded over the two ranks, on the same data on both ranks."""
+    torch.manual_seed(1)
+    whole = nn.Linear(6, 6)
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    pipeline = Pipeline([sharded], mse_loss, "zb-h1", 4, group=group)
+    assert torch.allclose(pipeline.train_batch(batch(0)), accumulate(whole, mse_loss, batch(0), 4))
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert torch.allclose(pipeline.clip_grad_norm_(0.1), norm)
+    for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
+    assert_equal(pipeline.full_state_dict(), {f"0.{name}": value for name, value in whole.state_dict().items()})
+    pipeline.close()
+
+
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -89,6 +116,9 @@ def main(folder: str) -> None:
     dist.all_gather(weights, marked.own_parameters()[0].detach().contiguous())
     assert torch.equal(*weights)
     marked.close()
+
+    refuse_replicas(rank, replicated)
+    train_sharded(groups[rank])
 
     # On another number of ranks: each is a pipeline of its own, and a replica of the other.
     replica = Pipeline(LAYERS, mse_loss, schedule="zb-h1", num_microbatches=4, **replicated)

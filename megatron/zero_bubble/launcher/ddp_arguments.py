@@ -58,7 +58,8 @@ def construct_ddp(call: Call, **more: bool) -> None:
     DDP on the default stream, so that one stream accumulates all gradients.
     """
     defer_in_ddp(call, **more)
-    device = next(call["module"].parameters()).device
+    # A stage of a layout may have no parameters.
+    device = next((parameter.device for parameter in call["module"].parameters()), torch.device("cpu"))
     with torch.cuda.stream(torch.cuda.default_stream(device) if device.type == "cuda" else None):
         call.proceed()
 

@@ -35,7 +35,7 @@ from megatron.zero_bubble.session.run_summary import RunSummary
 from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import check_implementation, job_settings
-from megatron.zero_bubble.session.start_up import users_mistakes
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
 
@@ -90,6 +90,11 @@ class Run:
             self._script.ckpt_fully_parallel_save = False
         layout = None
         if job.flags.pattern is None and (is_chosen or placement.kind == "v"):
+            given = job.flags.pipeline_model_parallel_layout or ""
+            if "m" in given.rpartition("|")[0]:
+                raise SessionError(
+                    f"--pipeline-model-parallel-layout {given}: in a V, all prediction layers (m) are on the last stage"
+                )
             layout = to_layout(job.partition, job.flags.mtp_num_layers)
         return ScriptStages(placement, layout, job.flags.pattern)
 

@@ -23,9 +23,12 @@ from megatron.zero_bubble.runtime.variable_shapes import VariableCommunicator
 from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
-"""Settings of megatron-core with which several residual streams pass between stages, so that a message is wider than
-the configured hidden size."""
+_VARY_SHAPES = ("variable_seq_lengths", "mtp_standalone", "enable_hyper_connections", "enable_mhc_connections")
+"""Settings of megatron-core with which the shape of a message does not follow from sequence length and hidden size.
+
+With `mtp_standalone`, a stage of prediction layers sends the hidden states of several tokens; with hyper connections,
+several residual streams pass between stages.
+"""
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class Connections:
         """
         if self._channels is None:
             config = get_model_config(chunks[0])
-            self.shapes_vary = config.variable_seq_lengths or any(getattr(config, name, False) for name in _STREAMS)
+            self.shapes_vary = any(getattr(config, name, False) for name in _VARY_SHAPES)
         if self._vocabulary is None:
             self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self.timeout)
 

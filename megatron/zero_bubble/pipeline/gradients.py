@@ -176,8 +176,14 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
         alone = partial(torch.linalg.vector_norm, ord=norm_type)
         of_group = torch._foreach_norm(group, norm_type) if has_foreach else map(alone, group)
         # Copied to the host together, because every copy waits for the device.
-        norms.update(zip(indices, torch.stack(list(of_group)).cpu().unbind(), strict=True))
+        norms.update(zip(indices, torch.stack([unsharded(norm) for norm in of_group]).cpu().unbind(), strict=True))
     return [(layer, values.dtype, norms[k]) for k, (layer, values) in enumerate(grads)]
+
+
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor if `fully_shard` has sharded it, in a collective call of the ranks with shards."""
+    # Without `isinstance`, because importing DTensor takes time.
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.specs import class_name_of, refuse_lazy, words_of
+from megatron.zero_bubble.pipeline.specs import class_name_of, refuse_lazy, tie_of, words_of
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 
@@ -200,8 +200,15 @@ def _argument_texts(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
     words = {
         name: _schedule_words(value) if isinstance(value, Schedule) else repr(value) for name, value in others.items()
     }
-    texts = [words_of(layer) if isinstance(layer, nn.Module) else class_name_of(layer) for layer in layers]
+    texts = [_layer_words(layer) for layer in layers]
     return {**words, "layers": texts}
+
+
+def _layer_words(layer: Any) -> str:
+    if isinstance(layer, nn.Module):
+        return words_of(layer)
+    tie = f" tied as {tie_of(layer)!r}" if tie_of(layer) is not None else ""
+    return f"{class_name_of(layer)}{tie}{' with checkpoint=True' if getattr(layer, 'checkpoint', False) else ''}"
 
 
 def _schedule_words(schedule: Schedule) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.zero_bubble.pipeline.forward_state import memory_of
-from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms, unsharded
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 
@@ -58,7 +59,8 @@ class PartialModel(nn.Module):
         of ranks.
         """
         state = {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
+            name: unsharded(value).cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in self.state_dict().items()
         }
         whole = {name: value for part in self._agreement.gather(state) for name, value in part.items()}
         return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
@@ -70,13 +72,32 @@ class PartialModel(nn.Module):
         return super().load_state_dict(state, strict, assign)
 
     def _copy_first(self, replicas: dist.ProcessGroup) -> None:
-        """Copy the values of all parameters and buffers of this rank from the first replica to all replicas."""
+        """Copy the values of all parameters and buffers of this rank from the first replica to all replicas.
+
+        Raises:
+            ValueError: on all ranks, if the ranks of some stage's group `replicas` do not hold the same parameters.
+        """
+        self._agreement.together(lambda: self._check_replicas(replicas))
         for tensor in (*self.own_parameters(), *self.buffers()):
             memory = memory_of(tensor.detach())
             values = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device).copy_(memory)
             # As bytes, because gloo does not send all types.
             dist.broadcast(values.view(-1).view(torch.uint8), dist.get_process_group_ranks(replicas)[0], group=replicas)
             memory.copy_(values)
+
+    def _check_replicas(self, replicas: dist.ProcessGroup) -> None:
+        state = {**self.own_named_parameters(), **dict(self.named_buffers())}
+        own = [f"{name} ({list(each.shape)}, {each.dtype}, {each.requires_grad})" for name, each in state.items()]
+        of_replicas: list[list[str]] = [[]] * replicas.size()
+        dist.all_gather_object(of_replicas, own, group=replicas)
+        first, *others = of_replicas
+        for rank, other in zip(dist.get_process_group_ranks(replicas)[1:], others, strict=True):
+            for ours, theirs in zip_longest(first, other, fillvalue="no further tensor"):
+                if ours != theirs:
+                    raise ValueError(
+                        "replicas must be a group of ranks with the same stages, one rank of each replica; its first "
+                        f"rank has {ours}, rank {rank} has {theirs}"
+                    )
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
