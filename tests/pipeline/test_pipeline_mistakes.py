@@ -292,3 +292,22 @@ def test_a_pipeline_is_not_copied(use):
 
     texts = pipelines(2, linears(2), nn.functional.mse_loss, refused, schedule="zb-h1")
     assert all("torch.optim.swa_utils.get_ema_multi_avg_fn()" in text for text in texts)
+
+
+def test_a_layer_cannot_be_replaced_after_the_pipeline_is_built():
+    """The pipeline would run the old layer. Modules inside a layer can be replaced."""
+
+    def run(interconnect):
+        layers = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+        pipeline = pipeline_of(layers, nn.functional.mse_loss, interconnect, schedule="zb-h1", num_microbatches=4)
+        name = str(interconnect.rank)
+        pipeline.get_submodule(name)[0] = nn.Linear(4, 4, bias=False)
+        pipeline.train_batch((X, Y))
+        assert len(pipeline.own_parameters()) == 1
+        setattr(pipeline, name, pipeline.get_submodule(name))
+        setattr(pipeline, name, nn.Linear(4, 4))
+
+    assert [str(error) for error in errors_on_ranks(2, run)] == [
+        f"layer {rank} cannot be replaced by Linear: replace modules inside the layer, or make a new Pipeline"
+        for rank in range(2)
+    ]

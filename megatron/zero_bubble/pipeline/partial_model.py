@@ -25,6 +25,15 @@ class PartialModel(nn.Module):
         # In a tuple, so that the module does not register the parameter.
         self._placeholder = (("placeholder", nn.Parameter(torch.empty(0, 0))),)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the pipeline runs the layers that it was built with, so none of them can be replaced."""
+        if isinstance(value, nn.Module) and self.__dict__.get("_modules", {}).get(name, value) is not value:
+            raise ValueError(
+                f"layer {name} cannot be replaced by {type(value).__name__}: replace modules inside the layer, or make "
+                "a new Pipeline"
+            )
+        super().__setattr__(name, value)
+
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this rank's layers.
 
