@@ -38,7 +38,7 @@ SETTINGS = {
 """The settings of Megatron that each row is about; the other rows are about flags of zero bubble."""
 WITHOUT_SETTING = {
     *("chosen layouts", "V placements", "Adam, SGD", "`--zero-bubble-offload auto`", "vocabulary shards"),
-    *("hierarchical SGD", "saving, resuming", "Slurm", "GPUs, NCCL"),
+    *("hierarchical SGD", "saving, resuming", "Slurm", "GPUs, NCCL", "`torch.compile`"),
 }
 STATUS = {Effect.RUN: "yes", Effect.HANDLED: "yes", Effect.READ: "read", Effect.REFUSED: "no"}
 EXCEPTIONS = {"`--use-torch-fsdp2` (ZeRO-2, 3)", "Transformer Engine 2.8 and later", "apex, fused accumulation"}
