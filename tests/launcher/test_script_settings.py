@@ -11,15 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.zero_bubble.launcher import script_choice, script_settings
+from megatron.zero_bubble.launcher import script_choice
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import refuse_restarts, settle_layout, validate_arguments
-from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.script_flags import script_arguments
@@ -239,22 +236,6 @@ def test_a_restart_within_the_process_is_refused_where_megatron_lm_would_wrap_th
         refuse_restarts(call)
 
 
-def test_the_batch_sizes_of_a_job_follow_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM's arguments then have one microbatch on every replica as global batch size."""
-    monkeypatch.setattr(script_settings, "sizes_of_steps", lambda text: (6, 8, 32))
-    given = {"global_batch_size": 4, "data_parallel_size": 4, "step_batch_size_schedule": "0:6 1M:8 2M:32"}
-    job = flags_of(script_arguments(**given), LaunchFlags())
-    assert list(job.batch_sizes) == [8, 32]  # 6 is from a time with fewer replicas
-    assert job.most_microbatches == 8
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_ramp_that_megatron_core_ignores_is_not_planned_for(ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_settings, "has_steps", lambda: ignored)
-    job = flags_of(script_arguments(rampup_batch_size=["2", "2", "100"]), LaunchFlags())
-    assert list(job.batch_sizes) == ([8] if ignored else [2, 4, 6, 8])
-
-
 def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
     """No flag of Megatron-LM sets this; a script may."""
     run = Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
@@ -321,17 +302,3 @@ def test_in_a_v_a_layout_has_its_prediction_layers_on_the_last_stage() -> None:
     script = script_arguments(**chunks, pipeline_model_parallel_layout=layout, mtp_num_layers=1)
     with pytest.raises(SessionError, match=rf"^--pipeline-model-parallel-layout {re.escape(layout)}: in a V, all"):
         Run(script, LaunchFlags(zero_bubble_schedule="zb-v"))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "Et|t|tt|L",
-        [["embedding", "decoder"], ["decoder"], [LayerType.decoder, "Decoder "], [LayerType.loss]],
-    ],
-)
-@pytest.mark.parametrize("is_parsed", [False, True])
-def test_a_layout_may_be_text_or_lists(layout: str | list[list[str | LayerType]], is_parsed: bool) -> None:
-    given = PipelineParallelLayerLayout(layout, 2) if is_parsed else layout
-    job = flags_of(script_arguments(pipeline_model_parallel_layout=given), LaunchFlags())
-    assert job.pipeline_model_parallel_layout == "Et|t|tt|L"

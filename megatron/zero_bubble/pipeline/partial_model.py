@@ -14,6 +14,7 @@ from megatron.zero_bubble.pipeline.forward_state import memory_of
 from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms, unsharded
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 
 
 class PartialModel(nn.Module):
@@ -97,9 +98,7 @@ class PartialModel(nn.Module):
     def _check_replicas(self, replicas: dist.ProcessGroup) -> None:
         state = {**self.own_named_parameters(), **dict(self.named_buffers())}
         own = [f"{name} ({list(each.shape)}, {each.dtype}, {each.requires_grad})" for name, each in state.items()]
-        of_replicas: list[list[str]] = [[]] * replicas.size()
-        dist.all_gather_object(of_replicas, own, group=replicas)
-        first, *others = of_replicas
+        first, *others = from_all_ranks(own, replicas)
         for rank, other in zip(dist.get_process_group_ranks(replicas)[1:], others, strict=True):
             for ours, theirs in zip_longest(first, other, fillvalue="no further tensor"):
                 if ours != theirs:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.runtime.process_group import new_store
 from megatron.zero_bubble.schedule import validate
 from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 
@@ -31,26 +32,15 @@ def jointly(action: Callable[[], T], patience: float | None = None) -> T:
     """
     outcome, error = attempt(action)
     if patience is not None:
-        all_end = _told_all_ranks()
-        if error is not None and not _is_true_within(patience, all_end):
-            raise error.__cause__ or error
+        store = new_store("megatron.zero_bubble/joint", dist.get_rank())
+        store.set(str(dist.get_rank()), "")
+        if error is not None:
+            try:
+                store.wait([str(rank) for rank in range(dist.get_world_size())], timedelta(seconds=patience))
+            except RuntimeError:  # at least one rank has not ended `action`
+                raise error.__cause__ or error from None
     raise_first(from_all_ranks(error), error)
     return cast(T, outcome)
-
-
-def _told_all_ranks() -> Callable[[], bool]:
-    """Tell all ranks that this rank is here; return a function that returns whether all ranks have done so."""
-    store = dist.PrefixStore("megatron.zero_bubble/joint", dist.distributed_c10d._get_default_store())
-    key = f"call {store.add(f'calls of {dist.get_rank()}', 1)}"
-    store.add(key, 1)
-    return lambda: store.add(key, 0) == dist.get_world_size()
-
-
-def _is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not (is_true := condition()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return is_true
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -32,13 +32,19 @@ def connect(membership: Membership) -> Any:
     different names, and would wait for each other forever.
     """
     rank, size = membership.rank, len(membership.members)
-    store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
-    # Each member counts its groups of this name, so that a second group does not read the keys of the first group.
-    generation = store.add(f"generation of {rank}", 1)
-    store = dist.PrefixStore(str(generation), store)
+    store = new_store(membership.name, rank)
     if membership.device.type == "cuda":
         return dist.ProcessGroupNCCL(store, rank, size, _nccl_options(membership))
     return dist.ProcessGroupGloo(store, rank, size, membership.timeout)
+
+
+def new_store(name: str, rank: int) -> dist.Store:
+    """Return a part of the job's store in which no member has a key yet; all members of `name` call it equally often.
+
+    Each member counts its calls, so that the keys of a second call are not the keys of the first call.
+    """
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(str(store.add(f"generation of {rank}", 1)), store)
 
 
 def _nccl_options(membership: Membership) -> Any:

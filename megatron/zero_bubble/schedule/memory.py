@@ -70,12 +70,13 @@ class PeakMemory(NamedTuple):
 
 def peaks(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[PeakMemory, ...]:
     """Rank -> peak memory of the rank, and the first operation that reaches the peak memory."""
-    found = []
-    for rank, amount in enumerate(peak_memory(schedule, costs, lengths)):
+    of_ranks = []
+    for rank in range(schedule.num_ranks):
+        memory = [(op, during) for op, during, _ in memory_held(schedule, costs, rank, lengths)]
+        amount = max((during for _, during in memory), default=0)
         # Equal sums may differ by rounding errors, so the first operation is searched with a tolerance.
-        held = memory_held(schedule, costs, rank, lengths)
-        found.append(PeakMemory(amount, next((op for op, during, _ in held if during >= amount * (1 - 1e-9)), None)))
-    return tuple(found)
+        of_ranks.append(PeakMemory(amount, next((op for op, during in memory if during >= amount * (1 - 1e-9)), None)))
+    return tuple(of_ranks)
 
 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:

@@ -56,11 +56,10 @@ FAULTS = (
     Fault(
         name="second-group-meets-the-first-ones-keys",
         file="runtime/process_group.py",
-        old="""    # Each member counts its groups of this name, so that a second group does not read the keys of the first group.
-    generation = store.add(f"generation of {rank}", 1)
-    store = dist.PrefixStore(str(generation), store)
+        old="""    return dist.PrefixStore(str(store.add(f"generation of {rank}", 1)), store)
 """,
-        new="",
+        new="""    return store
+""",
         effect=(
             "Channels that are opened a second time in one job find the addresses of the first ones in the store, "
             "and hang or fail."
