@@ -9,7 +9,7 @@ rank would otherwise wait. The schedule zb-v gives each of two ranks two stages,
 first and the last stage.
 
 The demonstration. Each rank builds only its own layers. Every training step is one call of `train_batch`, which splits
-a batch into microbatches and leaves the gradients in `parameter.grad`, for any optimizer of torch.
+a batch into microbatches and leaves the gradients in `parameter.grad`, for any optimizer of torch but LBFGS.
 
 The test. The same layers in one `torch.nn.Sequential` train on the same data under autograd. The pipeline and the
 single process must have the same losses, gradient norms and parameters, bit for bit.

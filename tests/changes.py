@@ -237,7 +237,10 @@ class NcclRules(Change):
 
 @dataclass(frozen=True)
 class WarmedUp(Change):
-    """Every stage computes once before the first step, as it does on a GPU; a line says so."""
+    """Every stage computes once before the first step, as it does on a GPU; a line says so.
+
+    The largest logit, which a forward of attention records in its module, is as before.
+    """
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
@@ -247,8 +250,17 @@ class WarmedUp(Change):
 
         warm_up = schedule_runner.warm_up
 
-        def warm_up_and_tell(*args: Any) -> None:
-            warm_up(*args)
+        def record(chunk: Any, inputs: Any) -> None:
+            chunk.current_max_attn_logits, chunk.was_run[:] = 1.0, [True]
+
+        def warm_up_and_tell(stage: Any, *args: Any, **options: Any) -> None:
+            for chunk in stage.call.chunks:
+                chunk.current_max_attn_logits, chunk.was_run = None, []
+            hooks = [chunk.register_forward_pre_hook(record) for chunk in stage.call.chunks]
+            warm_up(stage, *args, **options)
+            for chunk, hook in zip(stage.call.chunks, hooks, strict=True):
+                hook.remove()
+                assert (chunk.current_max_attn_logits, chunk.was_run) == (None, [True])
             print_rank_0("warmed up")
 
         def warming_up(*args: Any, **settings: Any) -> schedule_runner.ForwardBackward:

@@ -32,7 +32,7 @@ from tests.launcher.script_flags import script_arguments
         ("zb-h1", {"pipeline_model_parallel_size": 1}, ["--pipeline-model-parallel-size", "zb-h1"]),
         ("zb-h1", {"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "zb-h1"]),
         ("zb-h1", {"fine_grained_activation_offloading": True}, ["--fine-grained-activation-offloading", "W may need"]),
-        ("zb-h1", {"moe_paged_stash": True}, ["--moe-paged-stash", "own schedule"]),
+        ("zb-h1", {"moe_paged_stash": True}, ["--moe-paged-stash", "own order"]),
         ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local", "zb-h1", "B and W together"]),
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
@@ -117,14 +117,14 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         (
             {},
             {"moe_paged_stash": True},
-            "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it needs the order of operations of "
-            "megatron-core's own schedule",
+            "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it needs megatron-core's own order of "
+            "operations",
         ),
         (
             {},
             {"overlap_moe_expert_parallel_comm": True, "ep_overlap_early_attn_memory_release": True},
-            "--ep-overlap-early-attn-memory-release does not work with --zero-bubble-schedule zb-h1: it needs the "
-            "order of operations of megatron-core's own schedule",
+            "--ep-overlap-early-attn-memory-release does not work with --zero-bubble-schedule zb-h1: it needs "
+            "megatron-core's own order of operations",
         ),
         (
             {"post_validation": True},

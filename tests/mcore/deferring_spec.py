@@ -39,9 +39,15 @@ class SpecLinear(DeferringLinear):
             fuse_wgrad_accumulation=False,
             bias_gradient=("from the caller" if skip_bias_add else "in W") if bias else None,
         )
+        self.config = config
         init_method(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
+
+    def backward_dw(self) -> None:
+        """Compute W as `TELinear` does: the configuration has to have the setting at this time, too."""
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
 
 
 def _stack_spec() -> Any:

@@ -58,6 +58,19 @@ def test_a_forward_step_that_reads_several_items_is_refused():
     assert "".join(given) == "abcd", "the order of the data suits any forward step"
 
 
+def test_data_without_next_reaches_the_forward_step_as_it_is_and_keeps_its_order():
+    """slime's loop passes an object with `get_next(keys)`."""
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+    from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+
+    source = object()
+    data = StepData([None, source], 2)
+    assert (data.sizes(), data.sizes_ahead()) == ([None, None], [])
+    assert data.ordered(StepDecision(None, (0, 1))) == [None, source]
+    with pytest.raises(ForwardStepError, match=r"^the data source object has no __next__, .* data$"):
+        data.ordered(StepDecision(None, (1, 0)))
+
+
 def test_the_next_microbatches_are_seen_where_the_data_allows_it():
     from megatron.core.rerun_state_machine import RerunDataIterator
 

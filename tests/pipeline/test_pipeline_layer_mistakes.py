@@ -133,16 +133,18 @@ def function_of_a_weight() -> list:
     [
         (
             two_with_one_weight,
-            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+            "layers 0 and 3 share a parameter (weight in layer 3), but are on stages 0 and 1: make both of "
+            "TiedLayerSpec with one key",
         ),
         (
             lambda: [LayerSpec(Around, nn.Linear(4, 4))] * 2,
-            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+            "layers 0 and 3 share a parameter (inner.weight in layer 3), but are on stages 0 and 1: make both of "
+            "TiedLayerSpec with one key",
         ),
         (
             lambda: [nn.BatchNorm1d(4, affine=False)] * 2,
-            "layers 0 and 3 share a buffer, but are on stages 0 and 1: give each layer a copy, or register a constant "
-            "buffer with persistent=False",
+            "layers 0 and 3 share a buffer (running_mean in layer 3), but are on stages 0 and 1: give each layer a "
+            "copy, or register a constant buffer with persistent=False",
         ),
         (
             function_of_a_weight,

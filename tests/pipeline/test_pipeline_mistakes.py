@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank_threads import errors_on_ranks, pipeline_of, pipelines
 from refused_pipelines import X, Y, assert_message, linears
 from torch import nn
+from torch.optim.swa_utils import SWALR
 
 from megatron.zero_bubble import LayerSpec, Pipeline, TiedLayerSpec
 from megatron.zero_bubble.pipeline.interconnect import connect_ranks
@@ -94,6 +95,7 @@ class ScaledLoss(nn.Module):
         (4, {"checkpoint": "x"}, "checkpoint='x' is not True or False"),
         (4, {"post_validation": "yes"}, "post_validation='yes' is not True or False"),
         (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),
+        (4, {"batch": [{"x": X}] * 4}, "microbatch 0 of the iterator is a dict, not a pair (inputs, targets)"),
         (
             4,
             {"batch": X},
@@ -193,7 +195,10 @@ def test_ranks_that_were_given_different_arguments_are_refused(layers, arguments
         (lambda: LayerSpec(nn.Linear, 8), "LayerSpec(Linear, ...): missing a required argument: 'out_features'"),
         (lambda: LayerSpec(nn.Linear(4, 4)), "LayerSpec takes a class and its arguments, got Linear"),
         (lambda: TiedLayerSpec(None, nn.Linear, 4, 4), "the key of a TiedLayerSpec must be a string, got None"),
-        (lambda: Pipeline(7, print), "layers must be a list of layers, got 7"),
+        (
+            lambda: Pipeline(nn.Linear(4, 4), print),
+            "layers must be a list of layers, each of which takes the previous layer's output, got a Linear",
+        ),
         (lambda: Pipeline([], print, options={}), "options must be PipelineOptions(...), got {}"),
     ],
 )
@@ -211,6 +216,7 @@ def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
             "arguments",
         ),
         (lambda pipeline: (None,), "optimizer=None is not an optimizer"),
+        (lambda pipeline: (SWALR,), f"optimizer={SWALR} is not an optimizer"),
         (
             lambda pipeline: (torch.optim.SGD(pipeline.parameters()), None),
             "max_norm=None is not a number: leave it out for steps without clipping",

@@ -197,3 +197,25 @@ def test_a_hook_of_a_weight_gets_its_gradients_as_in_one_process():
     assert_equal(ours, gradients_of(model))
     assert len(seen) == 4
     assert torch.equal(sum(seen[1:], start=seen[0]), ours["0.weight"])
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_trains_a_pipeline_if_the_optimizer_calls_it_once(optimizer_class):
+    """LBFGS searches along the parameters of its rank, and ranks would call `train_batch` unequally often."""
+    inputs = torch.randn(8, WIDTH)
+
+    def run(pipeline):
+        optimizer = optimizer_class(pipeline.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            return pipeline.train_batch((inputs, inputs))
+
+        if optimizer_class is torch.optim.SGD:
+            return float(optimizer.step(closure)) > float(optimizer.step(closure))
+        with pytest.raises(ValueError, match=r"^a pipeline cannot train inside the step of LBFGS, "):
+            optimizer.step(closure)
+        return True
+
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    assert pipelines(2, layers, nn.functional.mse_loss, run, schedule="zb-h1", num_microbatches=4) == [True, True]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from megatron.zero_bubble.planner import v_shaped
+from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import GapRule
 from megatron.zero_bubble.schedule import Placement, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -86,3 +89,18 @@ def test_a_large_limit_of_one_rank_does_not_loosen_the_limit_of_another(kind, li
     problem = Problem(placement, 16, StageCosts.uniform(placement.num_stages), (1e11, limit), budget=10_000)
     plan = PLANNERS[kind](problem).best
     assert peak_memory(schedule_of_orders(problem, plan.orders), problem.costs)[1] <= limit
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+def test_a_candidate_ends_early_only_if_its_cost_exceeds_the_given_cost(kind):
+    problem = sharded_problem(kind, 1)
+    orders = problem.codes.f_and_b(PLANNERS[kind](problem).best.orders)
+
+    def cost(longest: float) -> float | None:
+        plan = InOrder(problem, orders, GapRule.BALANCED).run(longest)
+        return None if plan is None else plan.cost
+
+    complete = cost(inf)
+    assert complete is not None
+    assert cost(complete) == complete
+    assert cost(0.5 * complete) is None

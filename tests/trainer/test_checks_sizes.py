@@ -32,6 +32,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
         ({LAYOUT: f"E(t|)*{'9' * 5000}L"}, "repeats something 9+ times: at most 10000"),
         ({"--seed": "4294967296"}, r"--seed must be at most \d+ on these ranks, got 4294967296"),
         ({"--distributed-timeout-minutes": str(10**15)}, "--distributed-timeout-minutes must be at most 1000000"),
+        ({"--num-layers": str(10**12)}, "--num-layers must be at most 1000000"),
         ({"--zero-bubble-memory-limit": "1e308"}, "--zero-bubble-memory-limit: '1e308' is not a memory limit"),
     ],
 )  # fmt: skip

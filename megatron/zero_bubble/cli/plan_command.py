@@ -22,6 +22,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, replace
+from math import ceil
 from operator import add
 from pathlib import Path
 from typing import Any, get_args
@@ -156,7 +157,10 @@ def main(flags: PlanFlags) -> None:
     except Infeasible as error:
         limit = flags.memory_limit
         given = f"{limit.num_bytes}B" if limit.multiple is None else f"{limit.multiple:g}"
-        raise ValueError(f"argument --memory-limit {given}: no layout fits: {error}") from None
+        enough = _sufficient_limit(request, flags, error.smallest_limit)
+        raise ValueError(
+            f"argument --memory-limit {given}: no layout fits: {error} (--memory-limit {enough})"
+        ) from None
     except ScheduleError as error:
         sizes = {name: getattr(flags, name) for name in ("pipeline_size", "placement", "num_chunks")}
         given = " ".join(f"{flag_name(name)} {size}" for name, size in sizes.items() if size is not None)
@@ -198,10 +202,24 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     )
     limit = flags.memory_limit
     if limit.multiple is not None:
-        is_interleaved = usual.placement.kind == "interleaved"
-        capacity = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=is_interleaved)
-        return replace(request, capacity=capacity)
+        return replace(request, capacity=_capacity(request, limit.multiple))
     return replace(request, capacity=limit.num_bytes)
+
+
+def _capacity(request: PlanRequest, multiple: float) -> float:
+    """Return the memory limit of a rank, states included, for a multiple of 1F1B's activations."""
+    assert request.usual is not None
+    is_interleaved = request.usual.placement.kind == "interleaved"
+    return capacity_of_multiple(request, request.usual, multiple, is_interleaved=is_interleaved)
+
+
+def _sufficient_limit(request: PlanRequest, flags: PlanFlags, capacity: float) -> str:
+    """Return the value of --memory-limit for a memory limit of `capacity`, in the unit of the given --memory-limit."""
+    activations = _capacity(request, 2) - _capacity(request, 1)
+    if flags.memory_limit.multiple is None or activations <= 0:
+        return f"{ceil(capacity)}B"
+    multiple = (capacity - _capacity(request, 1)) / activations + 1
+    return f"{ceil(1000 * multiple - 1e-6) / 1000:g}"
 
 
 def _chosen_flags(layout: Layout) -> str:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.config_deferral import ConfigDeferral
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
 from megatron.zero_bubble.launcher.script_choice import refuse_restarts, validate_arguments
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation
-from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
 _MODELS: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -44,6 +44,8 @@ class ScriptHooks:
         """The script's function that makes the datasets; None before Megatron-LM's `pretrain` is called."""
         self._changes = ExitStack()
         """Undoes changes of megatron-core's classes and of the script's configurations."""
+        self._deferral = ConfigDeferral()
+        self._changes.callback(self._deferral.end)
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks that a schedule needs, in the order in which a script calls the hooked functions."""
@@ -88,7 +90,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__()",
             "gives the configuration the layers of each stage, for a V placement and for a chosen layout",
-            partial(self._in_script, lambda run, call: run.stages.configure_new(call)),
+            self._configure_new,
         )
         for function in (
             "transformer_block:get_num_layers_to_build",
@@ -105,7 +107,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
-            self._defer_weight_gradients,
+            self._deferral.begin_module,
         )
         for model, more, versions in _MODELS:
             yield Hook(
@@ -134,7 +136,7 @@ class ScriptHooks:
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
             "(config, module, ddp_config)",
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
-            lambda call: self.run.wrap_in_ddp(call),
+            self._deferral.ended_after(lambda call: self.run.wrap_in_ddp(call)),
         )
         for optimizer in _LAYING_OUT:
             yield Hook(
@@ -149,7 +151,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func()",
             "returns a function that runs the zero-bubble schedule",
-            lambda call: self.run.forward_backward_func(call),
+            self._deferral.ended_after(lambda call: self.run.forward_backward_func(call)),
         )
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:forward_step(model)",
@@ -267,12 +269,9 @@ class ScriptHooks:
         self._changes.enter_context(writes_in_threads(script))
         return run.begin(call)
 
-    def _defer_weight_gradients(self, call: Call) -> None:
-        config = call["config"]
-        if not getattr(config, "delay_wgrad_compute", True):
-            self._changes.callback(setattr, config, "delay_wgrad_compute", False)
-            defer_weight_gradients(config)
-        call.proceed()
+    def _configure_new(self, call: Call) -> None:
+        with self._deferral.switched_off_in_copy(call["self"]):
+            self._in_script(lambda run, call: run.stages.configure_new(call), call)
 
     def _forward_step(self, call: Call) -> Any:
         return self._run.forward_step(call) if isinstance(self._run, LoopRun) else call.proceed()

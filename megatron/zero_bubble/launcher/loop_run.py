@@ -87,9 +87,15 @@ class LoopRun:
         evaluates, is not a model of the pipeline, and is only built.
 
         Raises:
-            SessionError: the configuration has a setting that no zero-bubble schedule supports.
+            SessionError: the configuration has a setting that no zero-bubble schedule supports, or the loop has not
+                initialized megatron-core's process groups.
         """
         config, chunk = call["config"], call.get("vp_stage") or 0
+        if not parallel_state.model_parallel_is_initialized():
+            raise SessionError(
+                "enable() needs megatron-core's own process groups, which initialize_model_parallel() makes; in "
+                "Megatron-Bridge, leave out dist.use_decentralized_pg"
+            )
         if config.pipeline_model_parallel_size != parallel_state.get_pipeline_model_parallel_world_size():
             call.proceed()
             return

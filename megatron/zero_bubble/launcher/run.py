@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, shard_before_layout
@@ -25,6 +26,8 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
+from megatron.zero_bubble.mcore.decoder_models import DECODER_NAMES
+from megatron.zero_bubble.mcore.refused_settings import RECORDING
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
@@ -163,6 +166,9 @@ class Run:
         """When DDP's constructor is called, split the backward of the chunk's linear layers into B and W.
 
         A script builds all its model chunks before it wraps the first chunk in DDP.
+
+        Raises:
+            SessionError: the layout needs another class of model, or a layer's backward cannot be split.
         """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
@@ -170,10 +176,19 @@ class Run:
         self._keep_layout()
         record_stages(self._script, self.session.job.placement, self.session.job.partition)
         with users_mistakes():
+            self._check_class(type(unwrap_model(call["module"])).__name__)
             self._shard()
             self.session.split([call["module"]])
         construct_ddp(call)
         self._chunks.append(call["self"])
+
+    def _check_class(self, name: str) -> None:
+        """Raise `SessionError` if the layout needs `DECODER_MODELS`, but the script builds a model of class `name`."""
+        is_v, spreads = self.stages.is_v, self.session.job.flags.vocabulary_parallel
+        if not self._built and (is_v or spreads):
+            layout = "a V placement" if is_v else "--zero-bubble-vocabulary-parallel on"
+            instead = "choose a linear schedule" if is_v else "leave it out"
+            raise SessionError(f"{layout} needs megatron-core's {DECODER_NAMES}, got {name}: {instead}")
 
     def lay_out_parameters(self, call: Call) -> Any:
         """When `compute_full_param_layout` is called, shard the vocabulary before DDP's buffers are laid out."""
@@ -248,10 +263,13 @@ class Run:
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
             if not self._chunks:  # A run that only evaluates wraps no chunk in DDP.
+                self._check_class("another model")
                 self._shard()
                 self.session.split(self._built)
                 self._chunks = self._built
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
+        if (run := self.session.forward_backward_func) is not None:
+            run.rehearses = not any(getattr(self._script, name, None) for name in RECORDING.split())
         if (validation := self.session.post_validation) is not None:
             self._post_validation = ScriptPostValidation(self._script, validation, self._optimizer, self._chunks)
 

@@ -42,8 +42,10 @@ from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
+    *("logits_save_dir", "logits_load_dir"),
 )
-"""Script arguments with which megatron-core cannot build the model from a pipeline layout."""
+"""Script arguments with which megatron-core cannot build the model from a pipeline layout, or reads the logits of the
+last rank."""
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, DECODER_NAMES, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
@@ -82,8 +82,9 @@ class ScriptUnits:
         """
         arguments = self._begin(setup)
         if not isinstance(arguments, Call):
-            known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-            raise SessionError(f"costs can be measured only for megatron-core's {known}, but the script builds another")
+            raise SessionError(
+                f"costs can be measured only for megatron-core's {DECODER_NAMES}, but the script builds another"
+            )
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
         settings = Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)})

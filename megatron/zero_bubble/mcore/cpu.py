@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -82,6 +83,8 @@ def _devices() -> Iterator[Substitution]:
     yield Substitution(torch.cuda, "device_count", lambda: 1, reason)
     yield Substitution(torch.cuda, "synchronize", _no_op(), "timers and the optimizer wait for the device")
     yield Substitution(torch.cuda, "set_device", _no_op(), "the CPU is always the current device")
+    reason = "Megatron-LM records the memory of the device, of which the CPU has none"
+    yield Substitution(torch.cuda, "memory_stats", lambda *device: defaultdict(int), reason)
     for name in ("range_push", "range_pop"):
         yield Substitution(torch.cuda.nvtx, name, _no_op(), "profiler ranges need CUDA's library")
 
@@ -116,6 +119,7 @@ def _random_state() -> Iterator[Substitution]:
     yield Substitution(torch.cuda, "set_rng_state", generator.set_state, reason)
     for name in ("manual_seed", "manual_seed_all"):
         yield Substitution(torch.cuda, name, generator.manual_seed, reason)
+    yield Substitution(torch.cuda, "initial_seed", generator.initial_seed, reason)
     yield Substitution(random, "_set_cuda_rng_state", generator.set_state, reason)
     reason = "modules draw random numbers, such as dropout's, from the device's generator"
     yield Substitution(torch.nn.Module, "__call__", generator.drawn_from_in(torch.nn.Module.__call__), reason)
@@ -139,7 +143,7 @@ class _DeviceGenerator:
     """
 
     def __init__(self) -> None:
-        self._state = torch.Generator().get_state()
+        self._state, self._seed = torch.Generator().get_state(), torch.Generator().initial_seed()
         self._is_in_place = False
 
     def get_state(self, device: Any = None) -> torch.Tensor:
@@ -153,6 +157,10 @@ class _DeviceGenerator:
 
     def manual_seed(self, seed: int) -> None:
         self.set_state(torch.Generator().manual_seed(seed).get_state())
+        self._seed = seed
+
+    def initial_seed(self) -> int:
+        return self._seed
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:

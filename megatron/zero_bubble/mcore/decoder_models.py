@@ -27,3 +27,5 @@ HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "selec
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
 """Model classes with the modules `embedding`, `decoder.layers` and `output_layer`; a stage has the modules it needs."""
+DECODER_NAMES = " or ".join(kind.__name__ for kind in DECODER_MODELS)
+"""The names of `DECODER_MODELS`, as error messages list them."""

@@ -38,17 +38,18 @@ T = TypeVar("T")
 class StepData:
     """The microbatches of a step, read from the chunks' data iterators; a chunk without data has no iterator (None).
 
-    Chunks that share an iterator also share its microbatches.
+    Chunks that share an iterator also share its microbatches. A forward step may read its data in another way than with
+    `next`. The microbatches of a source without `__next__` are not read before the step, and their sizes are unknown.
     """
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
-        sources = {id(source): source for source in iterators if source is not None}
+        sources = {id(source): source for source in iterators if hasattr(source, "__next__")}
         self._read = {key: list(islice(_items(source), count)) for key, source in sources.items()}
 
     def sizes(self) -> list[MicrobatchSize | None]:
         """Return the size of every microbatch; None for a microbatch of unknown size."""
-        return [size_of(item) for item in next(iter(self._read.values()), [])]
+        return [size_of(item) for item in next(iter(self._read.values()), [None] * self._count)]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
         """Return the sizes of the next step's microbatches; [] if the data iterator cannot read ahead."""
@@ -64,13 +65,24 @@ class StepData:
 
         An iterator keeps the order of the data if the data ends before the last microbatch of the step. After the
         microbatches of the step, an iterator in another order raises `ForwardStepError`.
+
+        Raises:
+            ForwardStepError: the planned order differs from the data's order, but this rank's microbatches were not
+                read.
         """
         ordered = {id(source): self._ordered(source, decision) for source in self._sources if source is not None}
         return [ordered.get(id(source)) for source in self._sources]
 
     def _ordered(self, source: Iterator[Any], decision: StepDecision) -> Iterator[Any]:
-        items = self._read[id(source)]
-        if len(items) < self._count or all(number == place for place, number in enumerate(decision.places)):
+        items, is_in_data_order = self._read.get(id(source)), decision.places == tuple(range(self._count))
+        if items is None:
+            if is_in_data_order:
+                return source
+            raise ForwardStepError(
+                f"the data source {type(source).__name__} has no __next__, so its microbatches cannot be ordered by "
+                "their lengths: pass iterators on all ranks, or --zero-bubble-microbatch-order data"
+            )
+        if len(items) < self._count or is_in_data_order:
             return chain(items, _items(source))
         return _planned(items, decision.places)
 
@@ -83,7 +95,7 @@ def _planned(items: list[Any], places: Sequence[int]) -> Iterator[Any]:
     )
 
 
-def _items(source: Iterator[Any]) -> Iterator[Any]:
+def _items(source: Any) -> Iterator[Any]:
     """Yield the items of an iterator that may lack `__iter__`, such as Megatron-LM's `RerunDataIterator`."""
     with suppress(StopIteration):
         while True:

@@ -70,6 +70,11 @@ _WITH_LOCAL_ATTENTION = _on_and(
     lambda args: getattr(args, "transformer_impl", None) == "local" and not getattr(args, "spec", None),
 )
 
+RECORDING = (
+    "save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path logits_save_dir logits_load_dir"
+)
+"""Arguments of Megatron-LM that record or count every forward, separated by white space."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -128,10 +133,7 @@ WITH_EVERY_SCHEDULE = (
     Refusal("moe_shared_expert_overlap", "the shared expert's own stream may overwrite memory that W still reads"),
     Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
     Refusal("inprocess_restart", "connections of the interrupted training would remain open"),
-    Refusal(
-        "ep_overlap_early_attn_memory_release moe_paged_stash",
-        "it needs the order of operations of megatron-core's own schedule",
-    ),
+    Refusal("ep_overlap_early_attn_memory_release moe_paged_stash", "it needs megatron-core's own order of operations"),
     Refusal("moe_enable_routing_replay", "it replays routes in the order of megatron-core's own schedule"),
     Refusal(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph",
@@ -203,10 +205,7 @@ WITH_FEATURES = (
         Refusal("save_params_interval", "it saves the parameters before their step is validated"),
         Refusal("log_num_zeros_in_grad", "the zeros are counted over all ranks before the step"),
         Refusal("qk_clip", "it changes parameters before their step is validated"),
-        Refusal(
-            "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
-            "it records forwards that may have to run again",
-        ),
+        Refusal(f"log_max_attention_logit {RECORDING}", "it records forwards that may have to run again"),
         Refusal("timing_log_level", "its timers make every step wait for all ranks", "use 0", when=_TIMED),
         Refusal("mtp_detach_heads", "it clips the layers of --mtp-num-layers by a separate norm"),
         Refusal("use_precision_aware_optimizer", "it keeps gradients and parameters in an unsupported form"),
@@ -315,6 +314,7 @@ WITH_FEATURES = (
             "in a V, stages take their layers in another order",
             "use a linear schedule",
         ),
+        Refusal("logits_save_dir logits_load_dir", "in a V, the last rank has no logits", "use a linear schedule"),
     ),
 )
 REFUSALS = (*WITH_EVERY_SCHEDULE, *WITH_FEATURES)

@@ -63,8 +63,9 @@ class ForwardBackward:
         running: the plan whose schedules run at present, and the predictions of these schedules.
         connections: the channels between ranks, and the collectives of vocabulary shards.
         step_plans: the orders of microbatches that are planned for single steps.
-        warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): true before
-            the first step on a GPU, false otherwise.
+        warms_up: whether each stage warms up before the next training step (see `mcore/warm_up.py`): true before the
+            first step on a GPU, false otherwise.
+        rehearses: whether the warm-up also computes a microbatch; to be set to false if forwards are recorded.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ForwardBackward:
         self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
-        self.warms_up = own_device().type == "cuda"
+        self.warms_up, self.rehearses = own_device().type == "cuda", True
         self._last_executor: Executor | None = None
         self._is_in_step = self._has_lost_messages = False
         self.observer = StepObserver(device_clock(own_device()))
@@ -171,7 +172,7 @@ class ForwardBackward:
         )
         stage = self._make_stage(call, iterators, executor)
         if self.warms_up and not call.forward_only:
-            warm_up(stage, self._store)
+            warm_up(stage, self._store, computes=self.rehearses)
             self.warms_up = False
         self._run(executor, stage)
         if not call.forward_only:

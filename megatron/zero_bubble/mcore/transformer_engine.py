@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from packaging.version import Version
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.weight_grad import (
     OWN,
     MicrobatchSum,
@@ -64,6 +66,13 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
     return [name for name, part in named if part.requires_grad and getattr(part, "skip_backward_post_hook", False)]
 
 
+def _run_oldest(module: Any) -> None:
+    """Run the oldest W of a module's queue; megatron-core's `backward_dw()` does so only if its config is set."""
+    config = getattr(module, "config", None)
+    with nullcontext() if config is None else replaced(config, "delay_wgrad_compute", True):
+        module.backward_dw()
+
+
 def put_into_store(module: Any, store: WeightGradStore) -> None:
     """Make each backward of `module` put its W into `store`.
 
@@ -91,7 +100,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
             elif parameter in of_b:
                 # B may have one gradient for all uses of the module, which the first W takes.
                 parameter.grad = of_b[parameter].popleft() if of_b[parameter] else placeholder_gradient(parameter)
-        module.backward_dw()
+        _run_oldest(module)
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total.add(parameter.grad, parameter)
         if all(total.num_missing == 0 for total in totals):

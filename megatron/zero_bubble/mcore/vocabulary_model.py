@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.nn.utils.parametrize import is_parametrized
 
-from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, DECODER_NAMES
 from megatron.zero_bubble.mcore.refusals import refuse_with_features
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
@@ -228,8 +228,7 @@ def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, 
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
     if kinds:
-        known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        raise ValueError(f"{flag} needs megatron-core's {known}, got {', '.join(sorted(kinds))}")
+        raise ValueError(f"{flag} needs megatron-core's {DECODER_NAMES}, got {', '.join(sorted(kinds))}")
     if placement.num_ranks < 2:
         raise ValueError(f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size")
     refuse_with_features(config, [Feature.VOCABULARY_SHARDS])

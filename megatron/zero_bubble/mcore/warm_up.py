@@ -25,21 +25,28 @@ from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 
+_LARGEST = "current_max_attn_logits"
+"""Attribute in which an attention module records the largest logits of a step."""
 
-def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
+
+def warm_up(stage: MegatronStage, store: WeightGradStore, *, computes: bool = True) -> None:
     """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step. The warm-up does not change `.grad` of parameters, and
     clears the sums of gradients of DDP and FSDP2. The first step reads the data of the warm-up again. With fp8, the
     warm-up only creates communicators, because every forward changes the state of fp8 scaling. With varying message
-    shapes, the warm-up only creates communicators, because a stage learns the shapes from the previous stage.
+    shapes, the warm-up only creates communicators, because a stage learns the shapes from the previous stage. The same
+    holds without `computes`, and if a rank's data source has no `__next__`, so that its data could not be read again.
     """
-    _make_communicators(stage.call.groups, stage.device)
+    groups = stage.call.groups
+    _make_communicators(groups, stage.device)
     chunks: list[Any] = stage.call.chunks
-    if stage.call.config.fp8 or stage.shapes_vary:
+    can_rewind = all(source is None or hasattr(source, "__next__") for source in stage.data_iterators)
+    if not (computes and all(from_all_ranks(can_rewind, groups.pp))) or stage.call.config.fp8 or stage.shapes_vary:
         return
     with _rehearsal(stage, store) as rehearsal:
         shard = vocabulary_shard_of(chunks)
@@ -75,9 +82,13 @@ def _rehearsal(stage: MegatronStage, store: WeightGradStore) -> Iterator[Megatro
     gradients = [(parameter, parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    modules = (module for chunk in chunks for module in chunk.modules())
+    largest_logits = [(module, getattr(module, _LARGEST)) for module in modules if hasattr(module, _LARGEST)]
     try:
         yield rehearsal
     finally:
+        for attention, largest in largest_logits:
+            setattr(attention, _LARGEST, largest)
         store.clear()
         rehearsal.leave()
         for parameter, gradient in gradients:

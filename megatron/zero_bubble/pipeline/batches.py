@@ -51,11 +51,14 @@ def _divided(batch: Any, count: int, device: torch.device) -> Microbatches:
         pairs = []
         for k in range(count):
             try:
-                drawn = next(batch, None)
+                drawn = next(batch)
+            except StopIteration:
+                raise ValueError(f"the iterator ended after {k} of {count} microbatches") from None
             except Exception as error:
                 problem = f"the iterator failed at microbatch {k}: {type(error).__name__}: {one_line(error)}"
                 raise ValueError(problem) from error
-            pairs.append(_inputs_and_targets(drawn, f"the iterator ended after {k} of {count} microbatches"))
+            problem = f"microbatch {k} of the iterator is a {type(drawn).__name__}, not a pair (inputs, targets)"
+            pairs.append(_inputs_and_targets(drawn, problem))
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
         if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping | str):

@@ -139,21 +139,27 @@ def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
         ValueError: an argument has a wrong type.
     """
     if not isinstance(layers, Iterable):
-        raise ValueError(f"layers must be a list of layers, got {_short(layers)}")
+        given = f"a {type(layers).__name__}" if isinstance(layers, nn.Module) else _short(layers)
+        raise ValueError(
+            f"layers must be a list of layers, each of which takes the previous layer's output, got {given}"
+        )
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function of output and target, got {_short(loss_fn)}")
     if not isinstance(options, PipelineOptions):
         raise ValueError(f"options must be PipelineOptions(...), got {_short(options)}")
 
 
-def check_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+def check_step(optimizer: torch.optim.Optimizer, max_norm: float, *, post_validation: bool) -> None:
     """Check the arguments of `train_step`.
+
+    Post-validation also needs the optimizer's `param_groups`.
 
     Raises:
         ValueError: `optimizer` is no optimizer, or its step needs a closure, as in `torch.optim.LBFGS`; or `max_norm`
             is not a number.
     """
-    if not callable(getattr(optimizer, "step", None)):
+    needed = ("step", "zero_grad", *(("param_groups",) if post_validation else ()))
+    if not all(hasattr(optimizer, name) for name in needed):
         raise ValueError(f"optimizer={_short(optimizer)} is not an optimizer")
     if not (_is_number(max_norm) or (isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1)):
         raise ValueError(f"max_norm={_short(max_norm)} is not a number: leave it out for steps without clipping")
@@ -167,6 +173,22 @@ def check_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
             f"train_step cannot use {type(optimizer).__name__}, whose step needs a closure: choose an optimizer whose "
             "step() needs no arguments"
         ) from None
+
+
+def refuse_line_search() -> None:
+    """Raise `ValueError` inside a closure of `torch.optim.LBFGS`, which searches along its rank's parameters only.
+
+    The searches of two ranks may end after different numbers of calls of the closure, so that ranks would wait for each
+    other. A closure that an optimizer calls once is no problem.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch.optim.LBFGS.__module__:
+            raise ValueError(
+                "a pipeline cannot train inside the step of LBFGS, which would search along the parameters of each "
+                "rank: choose an optimizer whose step() needs no closure"
+            )
+        frame = frame.f_back
 
 
 Words = dict[str, str | list[str]]

@@ -34,6 +34,7 @@ from megatron.zero_bubble.pipeline.options import (
     check_same_arguments,
     check_step,
     check_types,
+    refuse_line_search,
 )
 from megatron.zero_bubble.pipeline.partial_model import PartialModel
 from megatron.zero_bubble.pipeline.rank_steps import RankSteps
@@ -125,7 +126,7 @@ class Pipeline(PartialModel):
 
         Raises:
             ValueError: on all ranks of the pipeline, if the batch is invalid, or the forward or backward of a layer
-                fails.
+                fails; also inside a closure of `torch.optim.LBFGS`.
         """
         return self._train(batch)
 
@@ -144,7 +145,7 @@ class Pipeline(PartialModel):
             ValueError: on all ranks of the pipeline, if the batch is invalid, the forward or backward of a layer fails,
                 or the optimizer's step fails or needs a closure; on this rank, if an argument has a wrong type.
         """
-        check_step(optimizer, max_norm)
+        check_step(optimizer, max_norm, post_validation=self._late is not None)
         if self._late is None:
             loss = self.train_batch(batch)
             with torch.autocast(self.device.type, enabled=False):
@@ -193,6 +194,7 @@ class Pipeline(PartialModel):
     def _load_to_train(self, batch: Any) -> Load:
         if torch.is_inference_mode_enabled():
             raise ValueError("torch.inference_mode() allows no gradients: train outside it")
+        refuse_line_search()
         return self._load(batch)
 
     def _sum_gradients(self) -> None:

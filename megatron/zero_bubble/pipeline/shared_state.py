@@ -30,12 +30,12 @@ def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
     owners: dict[torch.Tensor, int] = {}
     for index, layer in enumerate(layers):
-        for kind, tensor in _state_of(_existing_module(layer)):
+        for kind, name, tensor in _state_of(_existing_module(layer)):
             other = owners.setdefault(tensor, index)
             if stage_of[other] != stage_of[index]:
                 raise ValueError(
-                    f"layers {other} and {index} share a {kind}, but are on stages {stage_of[other]} and "
-                    f"{stage_of[index]}: {_REMEDIES[kind]}"
+                    f"layers {other} and {index} share a {kind} ({name} in layer {index}), but are on stages "
+                    f"{stage_of[other]} and {stage_of[index]}: {_REMEDIES[kind]}"
                 )
     tied: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -69,14 +69,15 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
         return None
 
 
-def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers; non-persistent buffers count as constants."""
-    for inside in () if module is None else module.modules():
-        for parameter in inside.parameters(recurse=False):
-            yield "parameter", parameter
+def _state_of(module: nn.Module | None) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of a module's parameters and persistent buffers; other buffers count as constants."""
+    for prefix, inside in () if module is None else module.named_modules():
+        path = f"{prefix}." if prefix else ""
+        for name, parameter in inside.named_parameters(recurse=False):
+            yield "parameter", path + name, parameter
         for name, buffer in inside.named_buffers(recurse=False):
             if name not in inside._non_persistent_buffers_set:
-                yield "buffer", buffer
+                yield "buffer", path + name, buffer
 
 
 def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> None:
@@ -101,7 +102,7 @@ def _untied_state(module: nn.Module) -> str | None:
     With `max_norm`, a lookup in one copy scales only the weights of that copy, so that the copies would differ. A
     `TiedLayer` does not sum sparse gradients.
     """
-    if any(kind == "buffer" for kind, _ in _state_of(module)):
+    if any(kind == "buffer" for kind, *_ in _state_of(module)):
         return "buffers"
     for table in renormalized(module):
         return f"max_norm={table.max_norm}"

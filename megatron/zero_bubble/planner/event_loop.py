@@ -110,10 +110,14 @@ class EventLoop(ABC):
             (code, now) to run an operation; (-1, t) to idle until time t; (-1, inf) to idle until an input arrives.
         """
 
-    def run(self) -> PlannedOrders | None:
-        """Simulate all ranks and return the plan; None if the ranks deadlock."""
+    def run(self, longest: float = inf) -> PlannedOrders | None:
+        """Simulate all ranks and return the plan; None if the ranks deadlock, or if the plan's cost exceeds `longest`.
+
+        The simulation ends as soon as the longest span of a rank is known to exceed `longest`. A plan whose cost
+        exceeds `longest` may still be returned.
+        """
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
-        due = self._due
+        due, longest = self._due, longest + tolerance(longest)
         events = [(0.0, self.problem.rank_of[0])]
         while events:
             now, rank = heappop(events)
@@ -124,6 +128,8 @@ class EventLoop(ABC):
                 code, when = choose(rank, now + epsilon)
             if code >= 0:
                 start(code, rank, now, events)
+                if self.target > longest:
+                    return None
             elif when < inf:
                 heappush(events, (when, rank))
         if sum(map(len, self.orders)) - sum(map(len, self.dropped)) < self.problem.num_ops:
@@ -167,11 +173,26 @@ class EventLoop(ABC):
             self._due[rank] -= 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Record for the users of operation `code` that the operation's next result is ready at time `end`."""
+        """Record for the users of operation `code` that the operation's next result is ready at time `end`.
+
+        If the rank of a user may be idle, add an event at the time at which the result arrives.
+        """
         microbatch = self.done[code]
         self.done[code] += 1
+        free, ranks, arrivals = self.free, self.ranks, self.arrivals
         for user, latency in self.users[code]:
-            self.arrive(user, microbatch, end + latency, rank, events)
+            when, receiver, source = end + latency, ranks[user], rank
+            if self.has_shards:
+                if user in self._missing:
+                    self._missing[user][microbatch] -= 1
+                    self._latest[user][microbatch] = when = max(when, self._latest[user][microbatch])
+                    if self._missing[user][microbatch]:
+                        continue
+                    source = -1  # the latest result may come from another rank
+                self._due[receiver] += user >= self.codes.e
+            arrivals[user].append(when)
+            if receiver != source and when >= free[receiver]:
+                heappush(events, (when, receiver))
 
     def remove_weight(self, code: int, rank: int) -> None:
         """Remove a W from the queue of ready W of its rank, because the W starts to run."""
@@ -204,21 +225,6 @@ class EventLoop(ABC):
                 if self.weights[rank]:
                     return self.weights[rank][0]
         return -1
-
-    def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Record that an input of operation `code` arrives at time `when`; add an event if the rank may be idle."""
-        rank = self.ranks[code]
-        if self.has_shards:
-            if code in self._missing:
-                self._missing[code][microbatch] -= 1
-                self._latest[code][microbatch] = when = max(when, self._latest[code][microbatch])
-                if self._missing[code][microbatch]:
-                    return
-                source = -1  # the latest result may come from another rank
-            self._due[rank] += code >= self.codes.e
-        self.arrivals[code].append(when)
-        if rank != source and when >= self.free[rank]:
-            heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
         """Earliest start time of the next operation with code `code`; inf while an input's arrival time is unknown."""

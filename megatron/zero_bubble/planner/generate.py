@@ -134,7 +134,8 @@ def _before_fusing(request: PlanRequest) -> Schedule:
     schedule = offloaded(plans, problem, shortest) or best
     if schedule is None:
         raise Infeasible(
-            f"no plan with copies to the host fits in memory; {smallest:g} is enough without copies", smallest
+            f"no plan with copies to the host fits in the memory limit; without copies, {smallest:g} is enough",
+            smallest,
         )
     return schedule
 

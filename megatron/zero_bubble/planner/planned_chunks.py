@@ -11,7 +11,7 @@ from statistics import median
 
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups, warmup_length
-from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, fits, with_shards
+from megatron.zero_bubble.planner.portfolio import FAR, Portfolio, best_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
@@ -38,9 +38,6 @@ STEEPNESS = (0.75, 0.82, 0.88, 1)
 """Fractions x to try: the limit on microbatches in flight falls from n on rank 0 to n - x (n - 1) on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried even after the budget is spent, as long as no plan fits in memory."""
-
-FAR = 1.25
-"""The search stops in a direction (smaller or larger groups) if a plan takes more than `FAR` times the best time."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""

@@ -40,6 +40,9 @@ INSERTED = 8
 """The search for plans into which shard operations are inserted gets the budget divided by this number."""
 FAR_WITH_SHARDS = 1.05
 """Operations on shards are not inserted into schedules that take more than `FAR_WITH_SHARDS` times the best time."""
+FAR = 1.25
+"""A candidate that takes more than `FAR` times the best time may be left unfinished. After such a candidate, the search
+stops in its direction, such as larger groups."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 
@@ -90,6 +93,12 @@ class Portfolio:
         best = self.plans[: NUM_PLANS if self.problem.varies else 1]
         return [schedule_of_orders(self.problem, plan.orders) for plan in best]
 
+    @property
+    def _longest(self) -> float:
+        """The cost above which a candidate need not be planned to its end, because better plans are kept already."""
+        num_needed = 1 if self.problem.budget == 0 else NUM_PLANS if is_draft(self.problem) else MOST_PLANS
+        return max(self.plans[num_needed - 1].cost, FAR * self.cost) if len(self.plans) >= num_needed else inf
+
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is one of the best plans so far and no kept plan has the same cost."""
         if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
@@ -128,9 +137,9 @@ class Portfolio:
     def run(self, loop: EventLoop) -> float:
         """Run a scheduling policy, keep its plan if the plan is among the best, and return the cost of the plan.
 
-        The cost is infinite if the ranks deadlock.
+        The cost is infinite if the ranks deadlock, or if the plan is left unfinished because its cost is high.
         """
-        plan = loop.run()
+        plan = loop.run(self._longest)
         self.budget -= loop.weight * loop.problem.num_ops
         self.offer(plan)
         return plan.cost if plan is not None else inf

@@ -122,7 +122,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("must be in (0, 1]", lambda value: 0 < value <= 1, "rotary_percent"),
     ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
-    ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
+    ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes num_layers mtp_num_layers"),
 )
 """Conditions on flag values, as (condition in words, condition as a function, names of flags with this condition)."""
 

@@ -17,7 +17,8 @@ _NAMES = tuple(field.name for field in fields(UnitCosts))
 _MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_between", "spread", "fused_backward")
 """Fields of `ModelCosts` that a training job measures; zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
-_LARGEST = 1e20
+_SMALLEST, _LARGEST = 1e-20, 1e20
+"""Limits on the absolute value of a number other than 0."""
 
 
 def units_to_json(model: ModelCosts) -> str:
@@ -98,8 +99,9 @@ def _check_entries(
 
 def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > _LARGEST:
-        raise ScheduleError(f"{name} must be a number of at most {_LARGEST:g}, got {json.dumps(value)[:40]}")
+    if not is_number or not math.isfinite(value) or not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST):
+        limits = f"0, or from {_SMALLEST:g} to {_LARGEST:g} apart from its sign"
+        raise ScheduleError(f"{name} must be {limits}, got {json.dumps(value)[:40]}")
     if value < 0 and not may_be_negative:
         raise ScheduleError(f"{name} must not be negative, got {value}")
     return float(value)
