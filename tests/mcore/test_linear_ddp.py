@@ -196,7 +196,7 @@ def test_ddp_that_would_lose_what_w_brings_is_refused():
         ({"fp8": "hybrid"}, None),
         # Fields of later versions of megatron-core.
         ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading is not .*: W may need a"),
-        ({"moe_paged_stash": True}, "moe_paged_stash is not supported .* megatron-core's own schedule; switch it off"),
+        ({"moe_paged_stash": True}, "moe_paged_stash is not supported .* own order of operations; switch it off"),
         ({"overlap_dispatch_backward_with_experts_wgrad": True}, "megatron-core then runs the W of experts itself"),
         ({"moe_paged_stash": False}, None),
         ({"use_transformer_engine_op_fuser": True}, "compute W outside of the layers that defer W; switch it off"),

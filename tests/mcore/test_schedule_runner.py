@@ -1,8 +1,8 @@
-"""A step that fails leaves nothing behind for the next step of the same process."""
+"""A step that fails leaves nothing behind for the next step; a warm-up computes only what nothing records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,11 +37,15 @@ def microbatches(args: Arguments) -> Iterator[dict[str, torch.Tensor]]:
         yield {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape), "position_ids": positions}
 
 
-def gradients(args: Arguments, run: ForwardBackward, chunk: Any) -> list[torch.Tensor]:
+def gradients(
+    args: Arguments, run: ForwardBackward, chunk: Any, read: Callable[[Any], Any] = iter, data: Any = None
+) -> list[torch.Tensor]:
+    """Run a step with the microbatches in `data`; the forward step reads from the iterator that `read` returns."""
+    forward_step = make_forward_step(args)
     chunk.zero_grad_buffer()
     run(
-        forward_step_func=make_forward_step(args),
-        data_iterator=microbatches(args),
+        forward_step_func=lambda source, model: forward_step(read(source), model),
+        data_iterator=data or microbatches(args),
         model=chunk,
         num_microbatches=MICROBATCHES,
         seq_length=args.seq_length,
@@ -93,3 +97,28 @@ def test_a_pipeline_of_several_ranks_takes_no_step_after_a_failed_step(args: Arg
         RuntimeError, match=r"^an earlier step failed, and its messages may arrive .*: restart the job$"
     ):
         gradients(args, run, chunk)
+
+
+class Queue:
+    """A data source that is no iterator, as in slime."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.rest = microbatches(args)
+
+
+@pytest.mark.parametrize(
+    ("rehearses", "is_iterator", "more"), [(True, True, 1), (False, True, 0), (True, False, 0)], ids=str
+)
+def test_the_warm_up_computes_unless_forwards_are_recorded_or_data_is_read_once(
+    args: Arguments, rehearses: bool, is_iterator: bool, more: int
+) -> None:
+    plan, store = RunSchedules.named("zb-h1", 1), WeightGradStore()
+    (chunk,) = rank_model(args, plan.placement, 0, store)
+    run, forwards = ForwardBackward(plan, store), []
+    expected = gradients(args, run, chunk)
+    chunk.register_forward_hook(lambda *_: forwards.append(True))
+    run.warms_up, run.rehearses = True, rehearses
+    source = () if is_iterator else (lambda queue: queue.rest, Queue(args))
+    assert all(map(torch.equal, gradients(args, run, chunk, *source), expected))
+    assert len(forwards) == MICROBATCHES + more
+    run.close()

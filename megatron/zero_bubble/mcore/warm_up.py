@@ -46,7 +46,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, *, computes: bool = Tr
     _make_communicators(groups, stage.device)
     chunks: list[Any] = stage.call.chunks
     can_rewind = all(source is None or hasattr(source, "__next__") for source in stage.data_iterators)
-    if not (computes and all(from_all_ranks(can_rewind, groups.pp))) or stage.call.config.fp8 or stage.shapes_vary:
+    for group in (groups.tp, groups.pp):  # only some ranks have a data source
+        can_rewind = all(from_all_ranks(can_rewind, group))
+    if not (computes and can_rewind) or stage.call.config.fp8 or stage.shapes_vary:
         return
     with _rehearsal(stage, store) as rehearsal:
         shard = vocabulary_shard_of(chunks)

@@ -111,10 +111,9 @@ class EventLoop(ABC):
         """
 
     def run(self, longest: float = inf) -> PlannedOrders | None:
-        """Simulate all ranks and return the plan; None if the ranks deadlock, or if the plan's cost exceeds `longest`.
+        """Simulate all ranks and return the plan; None if the ranks deadlock, or if the simulation ends early.
 
-        The simulation ends as soon as the longest span of a rank is known to exceed `longest`. A plan whose cost
-        exceeds `longest` may still be returned.
+        The simulation ends early as soon as it is known that the longest span of a rank will exceed `longest`.
         """
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
         due, longest = self._due, longest + tolerance(longest)
