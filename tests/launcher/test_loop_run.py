@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.loop_run import LoopRun
+from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.loops import run_rank
 from tests.ranks import run_on_ranks
 
@@ -118,3 +123,10 @@ def test_a_loop_that_calls_megatron_cores_function_itself_is_refused(folder: Pat
 )
 def test_what_cannot_work_is_one_line(folder: Path, loop: str, settings: dict[str, Any], line: str) -> None:
     assert numbers_of(folder, loop, settings) == [[line]] * 2
+
+
+def test_process_groups_that_megatron_core_does_not_know_are_refused() -> None:
+    """Megatron-Bridge makes its own groups if its setting says so."""
+    build = inspect.signature(lambda config: None).bind(None)
+    with pytest.raises(SessionError, match=r"initialize_model_parallel\(\) makes; .* dist\.use_decentralized_pg$"):
+        LoopRun(LaunchFlags(zero_bubble_schedule="zb-h1")).build_chunk(Call(lambda config: None, build))

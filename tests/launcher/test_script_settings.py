@@ -302,3 +302,10 @@ def test_in_a_v_a_layout_has_its_prediction_layers_on_the_last_stage() -> None:
     script = script_arguments(**chunks, pipeline_model_parallel_layout=layout, mtp_num_layers=1)
     with pytest.raises(SessionError, match=rf"^--pipeline-model-parallel-layout {re.escape(layout)}: in a V, all"):
         Run(script, LaunchFlags(zero_bubble_schedule="zb-v"))
+
+
+def test_a_v_is_refused_for_a_model_whose_tied_weights_it_would_not_copy() -> None:
+    run = Run(script_arguments(virtual_pipeline_model_parallel_size=2), LaunchFlags(zero_bubble_schedule="zb-v"))
+    wrap = inspect.signature(lambda module: None).bind(torch.nn.Linear(2, 2))
+    with pytest.raises(SessionError, match=r"^a V placement needs .*GPTModel or .*, got Linear: choose a linear sched"):
+        run.wrap_in_ddp(Call(lambda module: None, wrap))
