@@ -162,13 +162,13 @@ def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
         ({"layers": [{"time_f": 1, "time_b": 1, "time_w": 0}]}, "the times of the layer 0 must be above zero"),
         (
             {"output": {"time_f": "1", "time_b": 1, "time_w": 1}},
-            'time_f of the output must be 0, or from 1e-20 to 1e+20 apart from its sign, got "1"',
+            'time_f of the output must be 0, or have a magnitude from 1e-20 to 1e+20, got "1"',
         ),
         ({"output": {"time_f": -1, "time_b": 1, "time_w": 1}}, "time_f of the output must not be negative, got -1"),
-        ({"time_comm": True}, "time_comm must be 0, or from 1e-20 to 1e+20 apart from its sign, got true"),
+        ({"time_comm": True}, "time_comm must be 0, or have a magnitude from 1e-20 to 1e+20, got true"),
         (
             {"time_comm": 10**30},
-            f"time_comm must be 0, or from 1e-20 to 1e+20 apart from its sign, got {10**30}",
+            f"time_comm must be 0, or have a magnitude from 1e-20 to 1e+20, got {10**30}",
         ),
         (
             {"time_comm": 10**400},

@@ -18,6 +18,8 @@ from megatron.zero_bubble import LayerSpec, Pipeline, TiedLayerSpec
 from megatron.zero_bubble.pipeline.interconnect import connect_ranks
 from megatron.zero_bubble.planner import generate
 
+NO_LAYERS = "layers must be a list of layers, each of which takes the previous layer's output, got"
+
 
 class ScaledLoss(nn.Module):
     """A loss with a parameter of its own, which no rank would train."""
@@ -195,10 +197,8 @@ def test_ranks_that_were_given_different_arguments_are_refused(layers, arguments
         (lambda: LayerSpec(nn.Linear, 8), "LayerSpec(Linear, ...): missing a required argument: 'out_features'"),
         (lambda: LayerSpec(nn.Linear(4, 4)), "LayerSpec takes a class and its arguments, got Linear"),
         (lambda: TiedLayerSpec(None, nn.Linear, 4, 4), "the key of a TiedLayerSpec must be a string, got None"),
-        (
-            lambda: Pipeline(nn.Linear(4, 4), print),
-            "layers must be a list of layers, each of which takes the previous layer's output, got a Linear",
-        ),
+        (lambda: Pipeline(7, print), f"{NO_LAYERS} 7"),
+        (lambda: Pipeline(nn.Linear(4, 4), print), f"{NO_LAYERS} a Linear"),
         (lambda: Pipeline([], print, options={}), "options must be PipelineOptions(...), got {}"),
     ],
 )

@@ -22,7 +22,6 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from math import ceil
 from operator import add
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +31,7 @@ from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit, bytes_with_unit, rounded_up
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
@@ -215,11 +214,10 @@ def _capacity(request: PlanRequest, multiple: float) -> float:
 
 def _sufficient_limit(request: PlanRequest, flags: PlanFlags, capacity: float) -> str:
     """Return the value of --memory-limit for a memory limit of `capacity`, in the unit of the given --memory-limit."""
-    activations = _capacity(request, 2) - _capacity(request, 1)
-    if flags.memory_limit.multiple is None or activations <= 0:
-        return f"{ceil(capacity)}B"
-    multiple = (capacity - _capacity(request, 1)) / activations + 1
-    return f"{ceil(1000 * multiple - 1e-6) / 1000:g}"
+    of_one, of_two = (_capacity(request, multiple) for multiple in (1, 2))
+    if flags.memory_limit.multiple is None or of_two <= of_one:
+        return bytes_with_unit(capacity)
+    return rounded_up((capacity - of_one) / (of_two - of_one) + 1)
 
 
 def _chosen_flags(layout: Layout) -> str:

@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.plan_nodes import complete_plan
 from megatron.zero_bubble.mcore.recorded_call import record_call
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.schedule import Op
 
@@ -138,11 +139,8 @@ class PairedStage(MegatronStage):
         call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         # The `WeightGradStore`, and not the schedule plan, determines when W runs.
-        delays, self._config.delay_wgrad_compute = self._config.delay_wgrad_compute, False
-        try:
+        with replaced(self._config, "delay_wgrad_compute", False):
             plan = planned.build_schedule_plan(*call.arguments, **call.keywords)
-        finally:
-            self._config.delay_wgrad_compute = delays
         complete_plan(planned, plan)
         if self.recorder is not None:
             self._time_exchanges(plan, self.recorder)

@@ -42,13 +42,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, *, computes: bool = Tr
     shapes, the warm-up only creates communicators, because a stage learns the shapes from the previous stage. The same
     holds without `computes`, and if a rank's data source has no `__next__`, so that its data could not be read again.
     """
-    groups = stage.call.groups
-    _make_communicators(groups, stage.device)
+    _make_communicators(stage.call.groups, stage.device)
     chunks: list[Any] = stage.call.chunks
-    can_rewind = all(source is None or hasattr(source, "__next__") for source in stage.data_iterators)
-    for group in (groups.tp, groups.pp):  # only some ranks have a data source
-        can_rewind = all(from_all_ranks(can_rewind, group))
-    if not (computes and can_rewind) or stage.call.config.fp8 or stage.shapes_vary:
+    if not computes or stage.call.config.fp8 or stage.shapes_vary or not _can_rewind_everywhere(stage):
         return
     with _rehearsal(stage, store) as rehearsal:
         shard = vocabulary_shard_of(chunks)
@@ -63,6 +59,14 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, *, computes: bool = Tr
             if shard is not None:
                 _compute_output(rehearsal)
                 shard.forget_gradients()
+
+
+def _can_rewind_everywhere(stage: MegatronStage) -> bool:
+    """Return whether all data sources of the model can be read again; a collective call of the model's ranks."""
+    can_rewind = all(source is None or hasattr(source, "__next__") for source in stage.data_iterators)
+    for group in (stage.call.groups.tp, stage.call.groups.pp):  # only some ranks have a data source
+        can_rewind = all(from_all_ranks(can_rewind, group))
+    return can_rewind
 
 
 @contextmanager

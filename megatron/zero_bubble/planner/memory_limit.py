@@ -98,7 +98,12 @@ class MemoryLimit:
 
 def in_peaks(ratio: float) -> str:
     """Return text with a memory limit as a multiple of 1F1B's peak, rounded up to three decimals."""
-    return f"{ceil(ratio * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
+    return f"{rounded_up(ratio)} times 1F1B's peak"
+
+
+def rounded_up(multiple: float) -> str:
+    """Return text with a multiple of a peak memory, rounded up to three decimals."""
+    return f"{ceil(multiple * 1000 - 1e-6) / 1000:g}"
 
 
 def bytes_with_unit(num_bytes: float) -> str:

@@ -100,7 +100,7 @@ def _check_entries(
 def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST):
-        limits = f"0, or from {_SMALLEST:g} to {_LARGEST:g} apart from its sign"
+        limits = f"0, or have a magnitude from {_SMALLEST:g} to {_LARGEST:g}"
         raise ScheduleError(f"{name} must be {limits}, got {json.dumps(value)[:40]}")
     if value < 0 and not may_be_negative:
         raise ScheduleError(f"{name} must not be negative, got {value}")
