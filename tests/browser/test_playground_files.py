@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli.schedule.figures import forget_files
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.analysis import causes
@@ -159,6 +160,7 @@ def test_costs_that_changed_are_plotted_anew(playground: Playground, tmp_path: P
         before = playground.num_drawn
         page.set_input_files("#open", file)
         playground.wait_for_drawing(before)
+        forget_files()
         lost = printed("simulate", "--schedule=auto", "--memory-limit=10", *SIZE, f"--costs={file}")["lost"]
         page.locator(f"#plot title:text-is('auto: {percent(lost)} under 10 M_B')").wait_for(state="attached")
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import Placement, simulate
+from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from tests.mistakes import one_line_mistake
@@ -112,6 +112,22 @@ def test_megatron_cores_prediction_is_without_the_shards_of_the_run_that_measure
     assert baseline.predicted_ms == simulate(generate("1f1b", 2, 4, costs=whole), whole).makespan
     assert ours.simulated.schedule.is_vocabulary_parallel
     assert ours.predicted_ms < baseline.predicted_ms
+
+
+def test_costs_of_stages_in_a_v_do_not_predict_megatron_cores_schedule(monkeypatch):
+    linear, in_v = Placement("linear", 2), Placement("v", 2, 2)
+
+    def turn(command, environment, warmup, timeout):
+        if "--zero-bubble-profile-output" in command:
+            placement = in_v if "v" in command else linear
+            costs = StageCosts.uniform(placement.num_stages, *((1,) * 3 if placement == in_v else (4,) * 3))
+            Path(command[-1]).write_text(profile_to_json(Profile(placement, costs, 0.0, {})))
+        return Turn((100.0,), (), None, None, 2.0**20)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    given = ["--rounds", "1", "--schedule", "auto --zero-bubble-placement v", "--schedule", "zb-h1"]
+    baseline, *_ = rounds.compare_trainings(arguments(*given))
+    assert baseline.predicted_ms == simulate(generate("1f1b", 2, 4), StageCosts.uniform(2, 4, 4, 4)).makespan
 
 
 def test_losses_are_compared_with_those_of_the_baseline(monkeypatch):

@@ -12,6 +12,7 @@ from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.session.job_flags import JobFlags
 from tests.mistakes import one_line_mistake
 
@@ -82,6 +83,20 @@ def test_a_profile_replaces_operations(tmp_path):
     assert estimate(found, "1f1b").timeline.costs == costs
     assert estimate(found, "zb-v").timeline.costs.time_f == (5,) * 4
     assert max(estimate(found, "1f1b").activation_bytes) == 2 * 2**30
+
+
+def test_a_profile_of_a_chosen_layout_gives_the_costs_of_other_stages(tmp_path):
+    """The flags of a job that chose its layout do not name the layout, and the estimate's schedules have others."""
+    layer, output = UnitCosts(10, 11, 9, 6, -2, -4), UnitCosts(20, 22, 18)
+    chosen = ModelCosts(UnitCosts(0, 0, 0), (layer,) * 8, output, 1).of_stages((5, 3), Placement("linear", 2))
+    model = {**JobFlags.of(arguments()).model, "pipeline_model_parallel_layout": "Ettttt|tttL"}
+    file = tmp_path / "profile.json"
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), chosen, 0.0, model)))
+    flags = [*SMALL, "--global-batch-size", "8", "--zero-bubble"]
+    found = job(*flags, tool=["--world-size", "2", "--profile", str(file)])
+    assert found.stage_costs(Placement("linear", 2)).time_f == pytest.approx((40, 60))
+    assert found.stage_costs(Placement("v", 2, 2)).memory_f == pytest.approx((12, 12, 12, 12))
+    assert not any(found.stage_costs(Placement("v", 2, 2)).time_r)
 
 
 def test_the_table_names_every_schedule_and_the_refused_ones(capsys):

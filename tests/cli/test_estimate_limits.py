@@ -91,6 +91,12 @@ def test_where_recomputation_does_not_help_either_the_line_says_what_is_missing(
     assert any(line.startswith("less memory is needed with --use-distributed-optimizer") for line in output)
 
 
+def test_recomputation_that_the_trainer_refuses_is_no_way_out(capsys):
+    flags = ["--device-memory", "1GiB", "--schedule", "1f1b", "--", *JOB, "--use-torch-fsdp2"]
+    output = lines_of(capsys, *flags)
+    assert not any("nothing fits" in line for line in output)
+
+
 def test_a_memory_limit_in_which_nothing_fits_is_named(capsys):
     limit = [LIMIT, "1KiB", "--zero-bubble"]
     assert main([*FOUR, "--schedule", "auto", "--", *JOB, *limit]) == 2

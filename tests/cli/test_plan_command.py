@@ -161,6 +161,11 @@ def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
         ({"layers": [{"time_f": 1, "time_b": 1}]}, "the costs of the layer 0 lack 'time_w'"),
         ({"layers": [{"time_f": 1, "time_b": 1, "time_w": 0}]}, "the times of the layer 0 must be above zero"),
         (
+            {"output": {"time_f": 1, "time_b": 1, "time_w": 1, "memory_f": 1, "memory_b": -1, "memory_w": -1}},
+            "memory_f + memory_b + memory_w of the output must not be below zero: the operations would release 2 and "
+            "allocate only 1",
+        ),
+        (
             {"output": {"time_f": "1", "time_b": 1, "time_w": 1}},
             'time_f of the output must be 0, or have a magnitude from 1e-20 to 1e+20, got "1"',
         ),

@@ -109,6 +109,16 @@ def test_a_point_of_the_plot_is_that_of_memory_curve(capsys):
     assert both["time"] == time
 
 
+def test_a_file_that_was_written_again_is_read_again(tmp_path):
+    """The page keeps one process, in which an opened file takes the place of a file of the same name."""
+    file, times = tmp_path / "costs.json", []
+    for time_f in (10, 30):
+        file.write_text(costs_to_json(StageCosts.uniform(4, time_f, 9, 7, 0.3)), encoding="utf-8-sig")
+        assert ask("opened", file=str(file)) == {"costs": str(file), "pipeline-size": 4}
+        times.append(ask("picture", words=["--schedule=zb-h1", *SIZE, f"--costs={file}"])["figures"]["makespan"])
+    assert times == [simulate(generate("zb-h1", 4, 8), StageCosts.uniform(4, f, 9, 7, 0.3)).makespan for f in (10, 30)]
+
+
 @pytest.mark.parametrize(
     ("words", "flag", "message"),
     [

@@ -39,8 +39,12 @@ from tests.ranks import be_rank
 from tests.trainings import process_group
 
 
-def bridge_loop(num_steps: int = 3) -> Numbers:
-    """As Megatron-Bridge: two chunks a rank, hooks on the model before it is wrapped, and megatron-core's optimizer."""
+def bridge_loop(num_steps: int = 3, group_size: int | None = None) -> Numbers:
+    """As Megatron-Bridge: two chunks a rank, hooks on the model before it is wrapped, and megatron-core's optimizer.
+
+    Args:
+        group_size: number of microbatches in a group; with it, the loop evaluates twice as many before it trains.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -49,6 +53,7 @@ def bridge_loop(num_steps: int = 3) -> Numbers:
 
     begin(2)
     options = {"virtual_pipeline_model_parallel_size": 2, "bf16": True, "params_dtype": torch.bfloat16}
+    options |= {"microbatch_group_size_per_vp_stage": group_size}
     config = configuration(**options)
     config.pipeline_dtype = torch.bfloat16
     # The chunks of another model are built in turn with the chunks of this model.
@@ -65,28 +70,32 @@ def bridge_loop(num_steps: int = 3) -> Numbers:
     config.no_sync_func = [chunk.no_sync for chunk in model]
     config.finalize_model_grads_func = partial(finalize_model_grads)
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    numbers = []
-    for step in range(num_steps):
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        forward_backward = get_forward_backward_func(pp_size=pipeline, vp_size=2)
-        reports = forward_backward(
+
+    def run(step: int, count: int, *, forward_only: bool = False) -> Numbers:
+        reports = get_forward_backward_func(pp_size=pipeline, vp_size=2)(
             forward_step_func=forward_step,
-            data_iterator=[iter(microbatches(step, 4)) for _ in model],
+            data_iterator=[iter(microbatches(step, count)) for _ in model],
             model=model,
-            num_microbatches=4,
+            num_microbatches=count,
             seq_length=12,
             micro_batch_size=2,
             decoder_seq_length=12,
-            forward_only=False,
+            forward_only=forward_only,
             adjust_tensor_shapes_fn=None,
             p2p_communicator=None,
             pg_collection=None,
             force_all_reduce=False,
         )
+        return losses_of(reports)
+
+    numbers = [] if group_size is None else run(-1, 8, forward_only=True)
+    for step in range(num_steps):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        numbers += run(step, 4)
         _, norm, _ = optimizer.step()
-        numbers += [*losses_of(reports), float(norm).hex()]
+        numbers.append(float(norm).hex())
     return [*numbers, digest_of(model)]
 
 
@@ -226,6 +235,7 @@ def hybrid_loop() -> Numbers:
 LOOPS: dict[str, Callable[[], Numbers]] = {
     "simple": simple_loop,
     "bridge": bridge_loop,
+    "bridge, groups": partial(bridge_loop, group_size=4),
     "verl": verl_loop,
     "verl, stopped": partial(verl_loop, range(2)),
     "verl, resumed": partial(verl_loop, range(2, 3)),

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.loop_run import LoopRun
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.loops import run_rank
 from tests.ranks import run_on_ranks
@@ -20,6 +22,7 @@ from tests.ranks import run_on_ranks
 SCHEDULES: dict[str, list[dict[str, Any]]] = {
     "simple": [{"schedule": "zb-h1"}, {}, {"recompute": "planned", "memory_limit": "0.7"}],
     "bridge": [{"schedule": "interleaved-zb"}, {"schedule": "auto", "profile_iters": [1, 1]}],
+    "bridge, groups": [{"schedule": "interleaved-1f1b"}],
     "verl": [
         {"schedule": "zb-h1", "microbatch_order": "data"},
         {"schedule": "auto", "profile_iters": [1, 1], "microbatch_order": "data"},
@@ -52,6 +55,14 @@ def test_numbers_are_those_of_the_loop_alone(folder: Path, loop: str, settings: 
     expected = numbers_of(folder, loop, None)
     assert len(expected[1]) > 3
     assert numbers_of(folder, loop, settings) == expected
+
+
+def test_a_schedule_from_a_file_is_for_the_loops_number_of_microbatches(folder: Path) -> None:
+    (folder / "four.json").write_text(schedule_to_json(generate("zb-h1", 2, 4)))
+    assert numbers_of(folder, "simple", {"schedule": "file:four.json"}) == numbers_of(folder, "simple", None)
+    (folder / "six.json").write_text(schedule_to_json(generate("zb-h1", 2, 6)))
+    line = "--zero-bubble-schedule file:six.json: schedule zb-h1 is for 6 microbatches, not for 4"
+    assert numbers_of(folder, "simple", {"schedule": "file:six.json"}) == [[line]] * 2
 
 
 def test_dropped_models_with_vocabulary_shards_are_freed(folder: Path) -> None:
@@ -117,7 +128,7 @@ def test_a_loop_that_calls_megatron_cores_function_itself_is_refused(folder: Pat
             "simple",
             {"schedule": "interleaved-zb"},
             "--zero-bubble-schedule interleaved-zb: the schedule has 2 model chunks a rank, but the process groups are "
-            "for 1: give virtual_pipeline_model_parallel_size=2",
+            "for 1: pass virtual_pipeline_model_parallel_size=2 to initialize_model_parallel()",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_choice import check_chunk_functions, settle_layout
+from megatron.zero_bubble.launcher.script_choice import check_chunk_functions, settle_layout, validate_arguments
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
 from megatron.zero_bubble.schedule import Placement
@@ -93,3 +93,17 @@ def test_no_shards_are_chosen_for_a_model_with_its_own_embedding_output_layer_or
     units = mock.Mock(shapes_vary=False, keeps_vocabulary=keeps)
     [choice] = settled(builds_chunks, makes_data_for_chunks, units).choose_layout.call_args_list
     assert (choice.kwargs.get("zero_bubble_vocabulary_parallel") == "off") == keeps
+
+
+@pytest.mark.parametrize("defaults", [{"micro_batch_size": 2}, {}])
+def test_a_micro_batch_size_may_be_a_default_of_the_script(defaults: dict[str, int]) -> None:
+    """`pretrain(args_defaults=...)` passes defaults to `validate_args`, which sets them."""
+    script = script_arguments(micro_batch_size=None)
+    bound = inspect.signature(lambda args, defaults: None).bind(script, defaults)
+    call = Call(lambda args, defaults: args, bound)
+    if defaults:
+        assert validate_arguments(LaunchFlags(zero_bubble=True), call) is script
+        assert script.micro_batch_size == 2
+        return
+    with pytest.raises(SessionError, match=r"^--micro-batch-size is missing: give the number of sequences"):
+        validate_arguments(LaunchFlags(zero_bubble=True), call)

@@ -57,7 +57,7 @@ class Trained:
         """Run these operations as one step and return the gradients at its end."""
         self.events.clear()
         self.ddp.zero_grad_buffer()
-        data, grad_sync = microbatches(self.dtype), GradSync(self.ddp.no_sync, 1)
+        data, grad_sync = microbatches(self.dtype), GradSync(self.ddp.no_sync)
         for operation in operations:
             kind, microbatch = operation[:-1], int(operation[-1])
             self.events.append(operation)
@@ -139,7 +139,7 @@ def test_in_the_tail_a_bucket_is_reduced_before_the_next_parameters_first_w(orde
 def test_grad_sync_follows_each_operation_by_itself():
     trained = Trained(torch.float32, is_split=True, overlap=True)
     [group, *_] = trained.ddp.bucket_groups
-    grad_sync, seen = GradSync(trained.ddp.no_sync, 1), []
+    grad_sync, seen = GradSync(trained.ddp.no_sync), []
     for enabled in (False, False, True, True, False, True, False):
         grad_sync.enable(0, enabled)
         seen.append(group.is_last_microbatch)
@@ -150,7 +150,7 @@ def test_grad_sync_follows_each_operation_by_itself():
 
 def test_grad_sync_has_a_switch_for_each_chunk():
     chunks = [Trained(torch.float32, is_split=True, overlap=True) for _ in range(2)]
-    grad_sync = GradSync([chunk.ddp.no_sync for chunk in chunks], 2)
+    grad_sync = GradSync([chunk.ddp.no_sync for chunk in chunks])
 
     def switches() -> list[bool]:
         return [chunk.ddp.bucket_groups[0].is_last_microbatch for chunk in chunks]
@@ -165,8 +165,18 @@ def test_grad_sync_has_a_switch_for_each_chunk():
     assert switches() == [True, True]
 
 
+def test_grad_sync_has_one_switch_if_the_chunks_share_a_function():
+    trained = Trained(torch.float32, is_split=True, overlap=True)
+    [group, *_] = trained.ddp.bucket_groups
+    grad_sync, seen = GradSync(trained.ddp.no_sync), []
+    for chunk, enabled in ((0, False), (1, False), (0, True), (1, False), (1, True)):
+        grad_sync.enable(chunk, enabled)
+        seen.append(group.is_last_microbatch)
+    assert seen == [False, False, True, False, True]
+
+
 def test_without_no_sync_there_is_nothing_to_switch():
-    grad_sync = GradSync(None, 1)
+    grad_sync = GradSync(None)
     grad_sync.enable(0, False)
     grad_sync.enable(0, True)
     grad_sync.enable_all()

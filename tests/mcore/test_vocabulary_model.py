@@ -133,7 +133,7 @@ def test_a_forward_step_runs_without_its_model():
         given.training = False
         return given(next(data_iterator), labels="labels"), "loss function"
 
-    call = record_call(forward_step, iter(["tokens"]), model)
+    call = record_call(forward_step, iter(["tokens"]), model, "--flag")
     assert call == (("tokens",), {"labels": "labels"}, "loss function")
     assert call.tokens == "tokens"
     assert not model.training
@@ -153,8 +153,8 @@ def test_a_forward_step_runs_without_its_model():
     ],
 )
 def test_a_forward_step_that_does_more_with_its_model_is_refused(forward_step, message):
-    with pytest.raises(ValueError, match=f"needs a forward step that calls the model once .*{message}"):
-        record_call(forward_step, None, Layers())
+    with pytest.raises(ValueError, match=f"^--flag needs a forward step that calls the model once .*{message}"):
+        record_call(forward_step, None, Layers(), "--flag")
 
 
 class Capped(ColumnParallelLinear):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
-from rank_threads import errors_on_ranks, pipeline_of
+from rank_threads import errors_on_ranks, gradients_of, merged, pipeline_of, pipelines, run_in_one_process
+from small_layers import assert_equal
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble import TiedLayerSpec
+from megatron.zero_bubble.pipeline import layer_stage
 
 BATCH = torch.ones(8, 4), torch.zeros(8, 4)
 
@@ -37,3 +41,36 @@ def test_a_tied_layer_that_is_frozen_in_one_place_only_is_refused(frozen, schedu
     message = "TiedLayerSpec('ends'): requires_grad differs between copies of the layer: set it on all ranks alike"
     expected = [message] * 2 if schedule == "zb-h1" else ["None"] * 2
     assert [str(error) for error in errors_on_ranks(2, train)] == expected
+
+
+class Counted(nn.Linear):
+    """Counts its backwards."""
+
+    backwards: ClassVar[list[torch.Size]] = []
+
+    def forward(self, x):
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.backwards.append(gradient.shape))
+        return output
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_the_backward_before_the_first_step_leaves_no_trace(monkeypatch, has_hooks):
+    """As on GPUs; a hook, which may take the optimizer's step, runs in steps only."""
+    monkeypatch.setattr(layer_stage, "is_needed", lambda device: torch.is_grad_enabled())
+    layers = [nn.Linear(4, 4), Counted(4, 4), nn.BatchNorm1d(4), Counted(4, 4)]
+    model, loss = run_in_one_process(layers, mse_loss, BATCH, 4)
+    Counted.backwards.clear()
+
+    def train(pipeline):
+        for parameter in pipeline.own_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            if has_hooks:
+                parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        assert torch.equal(pipeline.train_batch(BATCH), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform"}
+    assert_equal(merged(pipelines(2, layers, mse_loss, train, **arguments)), gradients_of(model))
+    assert len(Counted.backwards) == 2 * (4 if has_hooks else 5)

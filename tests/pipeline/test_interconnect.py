@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,8 +37,33 @@ def share(rank: int, num_ranks: int, port: int) -> None:
         gc.collect()
         last.train_batch(BATCH)
         last.close()
+        with pytest.raises(
+            ValueError, match=r"^group and interconnect are both given: give the group to connect_ranks"
+        ):
+            Pipeline([nn.Linear(4, 4)] * 2, mse_loss, group=dist.group.WORLD, interconnect=interconnect)
 
 
 def test_a_pipeline_closes_only_its_own_connections():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     assert run_on_ranks(2, share, (store.port,), timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "has_gpu", "device"),
+    [
+        ("cuda:nccl", True, "cuda:0"),
+        ("cpu:gloo,cuda:nccl", True, "cuda:0"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+        ("cpu:gloo,cuda:gloo", True, "cpu"),
+    ],
+)
+def test_the_default_device_is_a_gpu_if_the_group_uses_nccl_for_gpus(monkeypatch, backends, has_gpu, device):
+    """Without a backend, `init_process_group` chooses one for each type of device, and `get_backend` names none."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert connect_ranks().device == torch.device(device)
+    finally:
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -221,18 +222,23 @@ def test_forwards_that_run_again_draw_the_same_random_numbers():
         (
             8,
             "with post_validation all training steps need inputs of the same form, the same autocast and the same "
-            "parameters that require gradients; call settle() and train_batch() between different ones",
+            "parameters that require gradients; before a change, call settle() and train_batch()",
         ),
     ],
 )
-def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, message):
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, message, clips):
+    """If the step before is clipped, forwards run again in the step with that batch."""
     layers = stack(4)
 
     def train(interconnect):
         arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
         pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05)
-        pipeline.train_step(batch(0), optimizer)
+        pipeline.train_batch(batch(0))
+        norm = float(pipeline.clip_grad_norm_(math.inf))
+        optimizer.zero_grad()
+        pipeline.train_step(batch(0), optimizer, 0.999 * norm if clips else math.inf)
         pipeline.train_step(tuple(values[:second] for values in batch(1)), optimizer)
         pipeline.settle()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -50,6 +51,22 @@ def test_a_layer_stays_on_its_device(layer_of):
     module = Placed(6, 6)
     measure_layers([layer_of(module), nn.Linear(6, 6)], mse_loss, EXAMPLE, CPU)
     assert not hasattr(module, "moved")
+
+
+class Moved(torch.Tensor):
+    """Records the devices to which its instances are copied."""
+
+    devices: ClassVar[list[torch.device]] = []
+
+    def to(self, device, *arguments, **options):
+        self.devices.append(device)
+        return super().to(device, *arguments, **options)
+
+
+def test_the_example_is_copied_to_the_device_of_the_layers():
+    """As batches are, so that an example may come from a data loader."""
+    measure_layers([nn.Linear(6, 6)], mse_loss, tuple(tensor.as_subclass(Moved) for tensor in EXAMPLE), CPU)
+    assert Moved.devices == [CPU] * 2
 
 
 def test_dropout_of_the_training_draws_as_without_the_measurement():

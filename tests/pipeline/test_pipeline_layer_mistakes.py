@@ -187,8 +187,8 @@ def test_state_that_two_stages_would_change_separately_is_refused(make_ends, mes
 
 def test_weights_that_forwards_change_are_refused_where_steps_are_validated_later():
     message = (
-        "post_validation=True: layer 1 (Embedding) has max_norm=1.0, with which forwards change weights, and they may "
-        "run before the right step: leave one out"
+        "post_validation=True: layer 1 (Embedding) has max_norm=1.0, with which a forward changes "
+        "weights, but post-validation repeats forwards: leave one out"
     )
     assert_message([nn.ReLU(), nn.Embedding(4, 4, max_norm=1.0), *linears(2)], message, post_validation=True)
 

@@ -72,7 +72,7 @@ class ScaledLoss(nn.Module):
         (
             4,
             {"schedule": "1f1b", "memory_limit": 1, "offload": 1.0},
-            "offload: schedule 1f1b is not planned, so it gets no copies: use auto, for one",
+            "offload needs a planned schedule, and 1f1b is not planned: use schedule='auto'",
         ),
         (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
         (
@@ -94,6 +94,7 @@ class ScaledLoss(nn.Module):
         (4, {"offload": "1"}, "offload='1' is not a number"),
         (4, {"split_layers": None}, "split_layers=None is not a list of classes of modules"),
         (4, {"split_layers": ["Linear"]}, "split_layers=['Linear'] is not a list of classes of modules"),
+        (4, {"split_layers": {nn.Linear}}, f"split_layers={ {nn.Linear} } is not a list of classes of modules"),
         (4, {"checkpoint": "x"}, "checkpoint='x' is not True or False"),
         (4, {"post_validation": "yes"}, "post_validation='yes' is not True or False"),
         (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),

@@ -9,6 +9,8 @@ from rank_threads import gradients_of, pipelines
 from small_layers import stack
 from torch import nn
 
+from megatron.zero_bubble.planner import generate
+
 
 def test_what_keeps_its_w_in_b_is_listed_with_its_share_at_start_and_in_the_summary(caplog):
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.ReLU()]
@@ -52,3 +54,12 @@ def test_the_time_of_every_stage_is_measured():
     assert len(first) == 4
     assert all(time > 0 for stage in first for time in stage)
     assert all(grad is not None for grad in grads.values())
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory_limit", 1), ("num_chunks", 2)])
+def test_options_of_a_plan_are_refused_with_a_schedule_that_is_already_made(name, value):
+    layers, batch = stack(4)
+    arguments = {"schedule": generate("zb-2p", 2, 4), "num_microbatches": 4, name: value}
+    message = rf"^{name}={value}: schedule zb-2p is already made: give {name} to the function that makes the schedule"
+    with pytest.raises(ValueError, match=message):
+        pipelines(2, layers, nn.functional.mse_loss, lambda pipeline: pipeline.train_batch(batch), **arguments)

@@ -65,13 +65,20 @@ def refuse_replicas(rank: int, replicated: dict[str, dist.ProcessGroup]) -> None
             print(f"rank {rank}: {error}\n", end="", flush=True)
 
 
-def train_sharded(group: dist.ProcessGroup) -> None:
-    """Train a layer whose weights are sharded over the two ranks, on the same data on both ranks."""
+def train_sharded(group: dist.ProcessGroup, *, is_late: bool) -> None:
+    """Train a layer whose weights are sharded over the two ranks, on the same data on both ranks.
+
+    Args:
+        is_late: whether the layer is sharded after the pipeline is built, as for layers that the pipeline builds.
+    """
     torch.manual_seed(1)
     whole = nn.Linear(6, 6)
     sharded = copy.deepcopy(whole)
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    if not is_late:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     pipeline = Pipeline([sharded], mse_loss, "zb-h1", 4, group=group)
+    if is_late:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     assert torch.allclose(pipeline.train_batch(batch(0)), accumulate(whole, mse_loss, batch(0), 4))
     norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     assert torch.allclose(pipeline.clip_grad_norm_(0.1), norm)
@@ -118,7 +125,8 @@ def main(folder: str) -> None:
     marked.close()
 
     refuse_replicas(rank, replicated)
-    train_sharded(groups[rank])
+    for is_late in (False, True):
+        train_sharded(groups[rank], is_late=is_late)
 
     # On another number of ranks: each is a pipeline of its own, and a replica of the other.
     replica = Pipeline(LAYERS, mse_loss, schedule="zb-h1", num_microbatches=4, **replicated)

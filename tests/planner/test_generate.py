@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.planner import PlanRequest
+from megatron.zero_bubble.planner import PlanRequest, generate
 from megatron.zero_bubble.planner.generate import schedule_of
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -82,3 +82,10 @@ def test_any_request_is_planned_within_its_limits_or_refused_with_a_limit_that_w
 def test_groups_without_a_microbatch_are_refused(group_size):
     with pytest.raises(ScheduleError, match=f"needs microbatch groups of at least 1, got {group_size}"):
         schedule_of(request_of(Placement("interleaved", 2, 2), 4, limit=8, has_shards=False, group_size=group_size))
+
+
+def test_recomputation_may_be_given_by_its_value():
+    assert generate("zb-h1", 2, 4, recompute="full") == generate("zb-h1", 2, 4, recompute=Recompute.FULL)
+    assert not generate("zb-h1", 2, 4, recompute="none").recomputes
+    with pytest.raises(ValueError, match="'all' is not a valid Recompute"):
+        generate("zb-h1", 2, 4, recompute="all")

@@ -50,6 +50,14 @@ def test_csv_round_trips(schedule):
     assert schedule_from_csv(schedule_to_csv(lower(schedule))) == schedule
 
 
+def test_a_spreadsheet_may_fill_the_rows_of_a_csv_with_empty_cells():
+    schedule = generate("zb-h1", 2, 4)
+    rows = [line.split(",") for line in schedule_to_csv(schedule).splitlines()]
+    width = max(map(len, rows))
+    text = "".join(",".join([*row, *[""] * (width - len(row))]) + "\n" for row in rows) + "\n"
+    assert schedule_from_csv(text) == schedule
+
+
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.booleans())
 def test_pytorchs_dialect_round_trips(schedule, lowered):

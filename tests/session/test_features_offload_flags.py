@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.session.flags import check_zero_bubble_flags
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.plans import choose_plan
@@ -57,6 +60,28 @@ def test_what_cannot_work_is_one_line_with_the_flag(flags, words):
         choose_plan(job(**flags))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"zero_bubble_microbatch_order": "planned"}, "and --zero-bubble-microbatch-order planned: leave one out"),
+        ({"variable_seq_lengths": True}, "the order of microbatches is planned anew in every step"),
+        ({"use_torch_fsdp2": True}, "would copy the parameters that --use-torch-fsdp2 gathers"),
+        ({"transformer_impl": "transformer_engine"}, "use local, or --zero-bubble-recompute planned"),
+    ],
+)
+def test_copies_in_a_schedule_from_a_file_have_the_same_limits(tmp_path, flags, words):
+    costs = StageCosts.uniform(2, 10, 10, 10, time_d=3, memory_d=0.9)
+    schedule = generate("zb-1p", 2, 8, costs=costs, memory_limit=1.2, offloads=True)
+    assert schedule.offloads
+    file = tmp_path / "copies.json"
+    file.write_text(schedule_to_json(schedule))
+    given = {"zero_bubble_schedule": f"file:{file}", "zero_bubble_offload": None, "zero_bubble_memory_limit": None}
+    assert choose_plan(job(**given)) is not None
+    with pytest.raises(ValueError, match=r"--zero-bubble-offload auto|the copies of --zero-bubble-schedule") as caught:
+        choose_plan(job(**given, **flags))
+    assert words in str(caught.value)
 
 
 def test_it_needs_a_zero_bubble_schedule():

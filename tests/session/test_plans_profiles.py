@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.schedule.formats import profile_from_json, profile_to_json
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.trainer.model import transformer_config
 from tests.checked_flags import checked, checked_job
@@ -52,6 +53,24 @@ def test_a_profile_of_another_run_is_refused(changes, difference, tmp_path: Path
     file = profile_of(changes, tmp_path / "profile.json")
     line = refusal({**KEPT, "--zero-bubble-profile-input": file})
     assert line == f"--zero-bubble-profile-input {file}: the profile was measured with {difference}"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_profile_with_shards_fits_only_a_run_with_shards(measured: bool, tmp_path: Path):
+    """The profile of a job that chose the shards has no flag for them, and no profile of a Megatron-LM script has."""
+    file = Path(profile_of(KEPT, tmp_path / "profile.json"))
+    profile = profile_from_json(file.read_text())
+    if measured:
+        costs = profile.costs.with_shards(profile.placement, {"time_s": 1.0, "time_t": 0.5})
+        file.write_text(profile_to_json(replace(profile, costs=costs)))
+    shards: dict[str, str | None] = {"--zero-bubble-vocabulary-parallel": "on"}
+    given: dict[str, str | None] = {**KEPT, "--zero-bubble-profile-input": str(file)}
+    assert checked_job({**PLANNED, **given, **(shards if measured else {})}).planning.profile is not None
+    theirs, ours, value = ("with", "none", "on") if measured else ("without", "them", "off")
+    assert refusal({**given, **({} if measured else shards)}) == (
+        f"--zero-bubble-profile-input {file}: the profile was measured {theirs} vocabulary shards, this run has "
+        f"{ours}: give --zero-bubble-vocabulary-parallel {value}"
+    )
 
 
 EXPERTS = {"--num-experts": "4", "--moe-ffn-hidden-size": "48", "--disable-bias-linear": None}

@@ -106,5 +106,5 @@ def test_costs_without_those_of_r_plan_no_recomputation(tmp_path: Path):
     file = profile_of({}, tmp_path / "profile.json")
     kept = {**BY_SCHEDULE, "--zero-bubble-keep-layout": None}
     assert refusal({**kept, "--zero-bubble-profile-input": file}).endswith(
-        "the profile was measured with zero_bubble_recompute None, this run has planned"
+        "the profile lacks the costs of recomputation (R): measure it in a run that recomputes"
     )

@@ -46,6 +46,18 @@ def assert_same(fitted: ModelCosts, expected: ModelCosts) -> None:
             assert getattr(unit, field.name) == pytest.approx(getattr(known, field.name), abs=1e-9), field.name
 
 
+def test_the_vocabulary_is_found_again_in_a_profile_with_shards():
+    """F and B of the output are measured together in S, and B and W of the embedding in EW."""
+    partition = (2, 2, 3, 1)
+    sharded = model(*[DENSE] * 8).vocabulary_parallel(4).of_stages(partition, LINEAR)
+    settings = {"num_layers": 8, "pipeline_model_parallel_layout": to_layout(partition)}
+    fitted = fit_units(Profile(LINEAR, sharded, 0.1, {**SETTINGS, **settings}))
+    embedding = replace(EMBEDDING, time_b=0, time_w=EMBEDDING.time_b + EMBEDDING.time_w, memory_f=0, memory_b=0)
+    half = (OUTPUT.time_f + OUTPUT.time_b) / 2
+    output = replace(OUTPUT, time_f=half, time_b=half, memory_b=0, memory_w=-OUTPUT.memory_f)
+    assert_same(fitted, ModelCosts(embedding, (DENSE,) * 8, output, time_comm=0.5))
+
+
 @pytest.mark.parametrize(
     ("partition", "placement"),
     [

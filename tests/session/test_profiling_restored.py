@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.planner.megatrons_split import megatrons_layout
 from megatron.zero_bubble.schedule import Placement, StageCosts
-from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.layout_choice import LIMITS, ChosenLayout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
 from megatron.zero_bubble.session.profiling import given_profile, restored_text
@@ -57,6 +58,17 @@ def test_a_profile_of_the_restored_layout_is_kept(file: Path) -> None:
     job = restored(SPLIT, {"--zero-bubble-profile-input": str(file)})
     assert job.planning.profile is not None
     assert len(restored_text(job.flags, job.planning, "FOLDER").splitlines()) == 1
+
+
+def test_a_profile_of_chosen_shards_is_kept_in_a_job_with_the_same_shards(file: Path) -> None:
+    """The job that chose the shards has no flag for them, so that only the profile's costs tell."""
+    profile = profile_from_json(file.read_text())
+    shard = {"time_e": 0.1, "time_ew": 0.1, "time_s": 1.0, "time_t": 0.5}
+    costs = profile.costs.with_shards(profile.placement, shard)
+    file.write_text(profile_to_json(replace(profile, costs=costs)))
+    flags: dict[str, str | None] = {"--zero-bubble-profile-input": str(file)}
+    assert restored(SHARDED, flags).planning.profile is not None
+    assert restored(SPLIT, flags).planning.profile is None
 
 
 @pytest.mark.parametrize("choice", [SPLIT, IN_V])

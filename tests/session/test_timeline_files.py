@@ -112,6 +112,15 @@ def test_a_step_of_pairs_alone_is_drawn_with_the_times_of_the_profile_or_with_ha
     assert alone.time_of_pair(0, OpKind.PBW, 0) == pytest.approx(costs.time_of_pair(0, OpKind.PBW, 0))
 
 
+def test_a_step_of_pairs_on_varied_lengths_is_drawn_without_the_lengths():
+    """They are not simulated together."""
+    schedule = of_pairs("F0 F1 &BW0 F2 &BW1 BW2")
+    costs = StageCosts.uniform(1, 2, 3, 3, all_to_all_f=0.75, all_to_all_b=1)
+    timeline = measured_timeline(schedule, simulate(schedule, costs).lanes, costs, shapes_vary=True)
+    assert timeline.lengths == ()
+    assert simulate(timeline.schedule, timeline.costs, lengths=timeline.lengths).makespan > 0
+
+
 def test_an_exchange_is_never_longer_than_the_forward_that_contains_it():
     schedule = generate("zb-h1", 3, 4)
     profiled = replace(PROFILED, time_comm=(0, 0), all_to_all_f=(5, 5, 5), all_to_all_b=(1, 1, 1))

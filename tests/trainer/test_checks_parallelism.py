@@ -122,6 +122,10 @@ MISTAKES = {
         TENSOR_2 | {"--expert-model-parallel-size": "2", "--expert-tensor-parallel-size": "2"},
         "--expert-model-parallel-size 2 x --expert-tensor-parallel-size 2 must divide the 2 ranks of a pipeline stage",
     ),
+    "ranks of experts without experts": (
+        {"--pipeline-model-parallel-size": "2", "--expert-model-parallel-size": "2", "--context-parallel-size": "2"},
+        "--expert-model-parallel-size 2 needs --num-experts",
+    ),
     "fewer experts than ranks that share them": (
         {
             "--num-experts": "3", "--pipeline-model-parallel-size": "2", "--expert-model-parallel-size": "2",

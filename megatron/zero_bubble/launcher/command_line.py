@@ -180,10 +180,9 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         if given.hybrid_layer_pattern is not None:
             divide_pattern(given, flags)
             shape = replace(shape, num_layers=len(HybridPattern.parse(given.hybrid_layer_pattern).symbols))
-        if shape.num_layers is None:
+        # A loop of its own may have some of these flags, and a script may give `pretrain` defaults for its flags.
+        if shape.num_layers is None or shape.micro_batch_size is None:
             return
-        if shape.micro_batch_size is None:
-            raise ValueError("--micro-batch-size is missing: give the number of sequences in a microbatch")
         # Parsing a layout imports megatron-core, which needs the CPU substitutions of `Launch` without CUDA.
         if shape.pipeline_model_parallel_layout:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.launcher.hooks import Call, Hook
 from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
+from megatron.zero_bubble.mcore.replaced import replaced
 
 
 def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
@@ -22,9 +24,15 @@ def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
     def allow_no_cuda(call: Call) -> Any:
         from megatron.training.global_vars import get_args
 
+        def start_no_worker(*arguments: object, **settings: object) -> None:
+            get_args().use_persistent_ckpt_worker = False
+
         call["allow_no_cuda"] = True
-        result = call.proceed()
-        # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
+        # A process that megatron-core starts, for saves or at the first save, imports megatron-core without the CPU
+        # substitutions.
+        initialize = importlib.import_module("megatron.training.initialize")
+        with replaced(initialize, "init_persistent_async_worker", start_no_worker):
+            result = call.proceed()
         changes.enter_context(writes_in_threads(get_args()))
         return result
 

@@ -54,7 +54,11 @@ class Launch:
             )
         has_trainer = find_spec("megatron.training") is not None
         if has_trainer:
-            importlib.import_module("megatron.training.training")
+            # A loop of its own may run without the packages that Megatron-LM's trainer imports.
+            try:
+                importlib.import_module("megatron.training.training")
+            except ImportError:
+                has_trainer = False
         # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
         from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,7 +131,9 @@ class LoopRun:
             check_same_flags(flags)
             on_rank(0, lambda: check_zero_bubble_outputs(flags))
             session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
-            session.make_schedules()
+            # A schedule from a file is for one number of microbatches, which only the first step gives.
+            if session.job.plan is None or session.job.plan.fixed_schedule is None:
+                session.make_schedules()
         placement, built = session.job.placement, flags.model_chunks or 1
         if placement.kind == "v":
             raise SessionError(
@@ -140,7 +142,8 @@ class LoopRun:
         if placement.num_chunks != built:
             raise SessionError(
                 f"{schedule_asked(flags)}: the schedule has {placement.num_chunks} model chunks a rank, but the "
-                f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
+                f"process groups are for {built}: pass virtual_pipeline_model_parallel_size={placement.num_chunks} to "
+                "initialize_model_parallel()"
             )
         return _Model(session, flags, weakref.ref(call["config"]), call.get("vocab_size") or 0)
 
@@ -178,6 +181,8 @@ class LoopRun:
             if model is not None and chunks[0] in self._wrapped:
                 self._is_running = True
                 try:
+                    if _comes_before_training(model, arguments):
+                        return original(**arguments)
                     return _run(model, chunks, arguments)
                 finally:
                     self._is_running = False
@@ -191,7 +196,7 @@ class LoopRun:
         return forward_backward
 
     def forward_step(self, call: Call) -> Any:
-        """Refuse the forward of a training step of megatron-core's own schedule on a model that is split.
+        """Raise an error if the loop trains a split model under megatron-core's own schedule.
 
         Raises:
             SessionError: the loop trains with one of megatron-core's functions itself.
@@ -202,6 +207,16 @@ class LoopRun:
                 "and train with the function that it returns"
             )
         return call.proceed()
+
+
+def _comes_before_training(model: _Model, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call is an evaluation before the first training step, which megatron-core's own schedule can run.
+
+    The first training step gives the number of microbatches for which schedules are made. An evaluation may have
+    another number. With vocabulary shards, only a schedule with shards computes the output layer.
+    """
+    is_evaluation = arguments.get("forward_only", False)
+    return is_evaluation and not model.session.has_started and not model.flags.vocabulary_parallel
 
 
 def _run(model: _Model, chunks: Sequence[torch.nn.Module], arguments: dict[str, Any]) -> list[Any]:
@@ -251,7 +266,7 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
         # A provisional batch size, because only the first step gives the number of microbatches.
-        global_batch_size=data_parallel_size * num_ranks,
+        global_batch_size=data_parallel_size * max(num_ranks, group_size or 0),
         # If the user gives no group size, megatron-core sets the group size to the number of ranks.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
@@ -61,6 +61,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """
     script = call["args"]
     with users_mistakes():
+        _complete_batch(script, call.get("defaults") or {})
         take_over_overlap(script)
         if flags.zero_bubble_post_validation:
             switch_off_reruns(script)
@@ -81,6 +82,18 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     if is_layout_open(job):
         vars(script).update(before)
     return result
+
+
+def _complete_batch(script: Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set a missing `micro_batch_size` to the default of the script, which Megatron-LM sets in `validate_args`.
+
+    Raises:
+        ValueError: neither the arguments nor the defaults give the size of a microbatch.
+    """
+    if getattr(script, "micro_batch_size", 1) is None:
+        script.micro_batch_size = defaults.get("micro_batch_size")
+        if script.micro_batch_size is None:
+            raise ValueError("--micro-batch-size is missing: give the number of sequences in a microbatch")
 
 
 @users_mistakes()

@@ -31,7 +31,6 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
-
 _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).parameters
 """Whether `backward_step` takes the type of the model as an argument, as in megatron-core before 0.17."""
 
@@ -39,17 +38,18 @@ _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).param
 class GradSync:
     """Keeps all operations inside megatron-core's `no_sync`, except the operations of the last microbatch.
 
-    DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. `no_sync` is entered or left before
-    each operation, because the W of an early microbatch may run after the B of the last microbatch.
+    DDP counts a parameter as ready when its gradient arrives outside of `no_sync`, which is a list of one function for
+    each chunk, or one function for all. `no_sync` is entered or left before each operation, because the W of an early
+    microbatch may run after the B of the last microbatch.
     """
 
-    def __init__(self, no_sync: NoSync | list[NoSync] | None, num_chunks: int) -> None:
-        functions = no_sync if isinstance(no_sync, list) else [no_sync or contextlib.nullcontext] * num_chunks
-        self._no_sync = functions
+    def __init__(self, no_sync: NoSync | list[NoSync] | None) -> None:
+        self._no_sync = no_sync if isinstance(no_sync, list) else [no_sync or contextlib.nullcontext]
         self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
 
     def enable(self, chunk: int, enabled: bool) -> None:
         """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts the gradients as ready; else enter `no_sync`."""
+        chunk = chunk if len(self._no_sync) > 1 else 0
         if enabled and chunk in self._entered:
             self._entered.pop(chunk).__exit__(None, None, None)
         elif not enabled and chunk not in self._entered:
@@ -96,7 +96,7 @@ class MegatronStage:
 
     def __post_init__(self) -> None:
         self._config = self.call.config
-        self._grad_sync = GradSync(self._config.no_sync_func, len(self.call.chunks))
+        self._grad_sync = GradSync(self._config.no_sync_func)
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self._sent: dict[tuple[int, int], TensorSpec] = {}
         self._restart: Restart | None = None

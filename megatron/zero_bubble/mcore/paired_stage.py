@@ -136,7 +136,7 @@ class PairedStage(MegatronStage):
             cast(Any, model).set_is_first_microbatch()
         mcore.set_current_microbatch(model, microbatch)
         get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
-        call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model)
+        call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model, FLAG)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         # The `WeightGradStore`, and not the schedule plan, determines when W runs.
         with replaced(self._config, "delay_wgrad_compute", False):

@@ -9,9 +9,6 @@ import torch
 
 ForwardStep = Callable[[Any, Any], tuple[Any, Any]]
 """A forward step as megatron-core calls it: (data iterator, model) -> (output, loss function)."""
-_NEEDED = (
-    "--zero-bubble-vocabulary-parallel needs a forward step that calls the model once and returns its output unchanged"
-)
 
 
 class ForwardStepError(ValueError):
@@ -35,23 +32,29 @@ class RecordedCall(NamedTuple):
         return model(*self.arguments, **self.keywords), self.loss_function
 
 
-def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> RecordedCall:
+def record_call(
+    forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module, needed_by: str
+) -> RecordedCall:
     """Run a forward step with a recorder in place of the model, and return the recorded call of the model.
+
+    Args:
+        needed_by: the flag that needs the recorded call, for an error message.
 
     Raises:
         ForwardStepError: the forward step does not call the model exactly once, or changes the model's output.
     """
+    needed = f"{needed_by} needs a forward step that calls the model once and returns its output unchanged"
     recorder = _Recorder(model)
     try:
         output, loss_function = forward_step(data_iterator, recorder)
     except (AttributeError, TypeError) as error:
         if ModelOutput.__name__ not in str(error):
             raise
-        raise ForwardStepError(f"{_NEEDED}, but it computes with it: {error}") from error
+        raise ForwardStepError(f"{needed}, but it computes with it: {error}") from error
     calls = object.__getattribute__(recorder, "calls")
     if len(calls) != 1 or output is not calls[0][0]:
         raise ForwardStepError(
-            f"{_NEEDED}, but this forward step called the model {len(calls)} times and returned {type(output).__name__}"
+            f"{needed}, but this forward step called the model {len(calls)} times and returned {type(output).__name__}"
         )
     _, arguments, keywords = calls[0]
     return RecordedCall(arguments, keywords, loss_function)

@@ -25,6 +25,8 @@ from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, made_up_col
 from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, ShardWeight, combine, look_up, softmax
 from megatron.zero_bubble.schedule import Op, OpKind
 
+_FLAG = "--zero-bubble-vocabulary-parallel"
+
 
 @dataclass
 class _Microbatch:
@@ -95,8 +97,8 @@ class VocabularyStep:
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
         if not forward_only and not all(weight.weight.requires_grad for weight in run.shard.weights):
             raise ValueError(
-                "--zero-bubble-vocabulary-parallel: the training loop has frozen a shard of the vocabulary after the "
-                "model was built: give --zero-bubble-vocabulary-parallel off"
+                f"{_FLAG}: the training loop has frozen a shard of the vocabulary after the model was built: give "
+                f"{_FLAG} off"
             )
         sequence, batch, _ = message_shape
         self._hidden_shape = message_shape
@@ -163,12 +165,12 @@ class VocabularyStep:
     ) -> None:
         """Run the first rank's part of the embedding E: the first stage's forward step up to the call of the model."""
         state = self._microbatches[microbatch]
-        state.call = record_call(forward_step, data_iterator, model)
+        state.call = record_call(forward_step, data_iterator, model, _FLAG)
         tokens = state.call.tokens
         if tuple(tokens.shape) != self._token_shape:
             raise ForwardStepError(
                 f"the forward step gave the model tokens of shape {tuple(tokens.shape)}, but "
-                f"--zero-bubble-vocabulary-parallel needs {self._token_shape}, [batch, sequence]"
+                f"{_FLAG} needs {self._token_shape}, [batch, sequence]"
             )
         state.tokens = tokens.long().contiguous()
         state.outgoing[OpKind.TOKENS] = (state.tokens,)
@@ -205,7 +207,7 @@ class VocabularyStep:
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
         """Run the forward step of the last stage, and keep the returned loss function for the loss operation L."""
-        call = record_call(forward_step, data_iterator, model)
+        call = record_call(forward_step, data_iterator, model, _FLAG)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
 
@@ -215,8 +217,7 @@ class VocabularyStep:
         assert layer is not None
         if layer.loss_inputs is None:
             raise ForwardStepError(
-                "--zero-bubble-vocabulary-parallel computes losses, not logits: the forward step must call the model "
-                "with labels"
+                f"{_FLAG} computes losses, not logits: the forward step must call the model with labels"
             )
         (hidden, labels), layer.loss_inputs = layer.loss_inputs, None
         # Cloned, because a last stage without layers returns its input, whose memory B needs.

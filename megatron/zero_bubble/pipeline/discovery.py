@@ -105,7 +105,7 @@ class StepMessages:
             if self._describe(load, autocast) != self._trained_form:
                 raise ValueError(
                     "with post_validation all training steps need inputs of the same form, the same autocast and the "
-                    "same parameters that require gradients; call settle() and train_batch() between different ones"
+                    "same parameters that require gradients; before a change, call settle() and train_batch()"
                 )
         except ValueError as error:
             self._stage.begin(Microbatches([], []), autocast)

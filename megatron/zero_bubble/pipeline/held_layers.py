@@ -70,7 +70,7 @@ class LayerBuilder:
         for table in renormalized(module) if self.options.post_validation else ():
             raise ValueError(
                 f"post_validation=True: layer {index} ({class_name_of(layer)}) has max_norm={table.max_norm}, with "
-                "which forwards change weights, and they may run before the right step: leave one out"
+                "which a forward changes weights, but post-validation repeats forwards: leave one out"
             )
         call = call_of(layer, module)
         if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):

@@ -83,7 +83,7 @@ def connect_ranks(
     Args:
         group: process group of the pipeline's ranks, by default all ranks of the job.
         device: the device that holds layers and messages: the CPU or the current GPU. The default is the current
-            GPU if `group` uses NCCL, and otherwise the CPU.
+            GPU if `group` sends tensors of GPUs over NCCL, and otherwise the CPU.
         timeout: how long a rank waits for a message or a collective before the job fails.
 
     Raises:
@@ -92,7 +92,8 @@ def connect_ranks(
     if not dist.is_initialized():
         raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
     if device is None:
-        uses_gpu = dist.get_backend(group) == "nccl"
+        # A group may have one backend for each type of device, and no single name.
+        uses_gpu = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group).split(",")
         device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else HOST
     device = torch.device(device)
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):

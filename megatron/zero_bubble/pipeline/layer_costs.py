@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.failures import failing_as
 from megatron.zero_bubble.pipeline.forward_state import without_trace
@@ -51,7 +52,7 @@ def measure_layers(
         ValueError: a layer or the loss function cannot be copied, or fails during the measurement.
     """
     with without_trace([], device):
-        value, targets = example
+        value, targets = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(example))
         times = []
         for index, layer in enumerate(layers):
             module = module_of(layers, index, device)

@@ -12,13 +12,16 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
+from megatron.zero_bubble.pipeline.called_modules import inside_sharded
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
+from megatron.zero_bubble.pipeline.first_backward import is_needed, run_first_backward
 from megatron.zero_bubble.pipeline.forward_state import ForwardState, renormalized, without_trace
 from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
+from megatron.zero_bubble.pipeline.weight_split import unsplit
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
@@ -72,6 +75,8 @@ class LayerStage:
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Set the data of a step; `microbatches` is empty on ranks that hold neither the first nor the last stage."""
         self.microbatches, self.autocast = microbatches, autocast
+        # The layers may have been sharded after the pipeline was built.
+        unsplit(inside_sharded(layer.module for chunk in self.chunks for layer in chunk))
         self._parameters = [[each for layer in chunk for each in layer.module.parameters()] for chunk in self.chunks]
         self._places: Sequence[int] = ()
         self.forget_forwards()
@@ -108,7 +113,10 @@ class LayerStage:
     def restart(self) -> None:
         self._remembered.restore()
         torch.clear_autocast_cache()
+        of_data, cause = [failure for failure in self.failures if failure.microbatch < 0], self.cause
         self.forget_forwards()
+        if of_data:  # Repeated forwards do not find the error in the step's data again.
+            self.failures, self.cause = of_data, cause
 
     def step(self) -> None:
         """Do nothing: `train_step` sums gradients over tied copies and replicas, then takes the optimizer's step."""
@@ -251,6 +259,8 @@ class LayerStage:
                     )
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
+            if is_needed(self.device):
+                run_first_backward(value, own, self.device)
         try:
             output = StageMessage.to_send(value)
         except ValueError as error:

@@ -106,13 +106,9 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _each(value: Any, fits: Callable[[Any], bool]) -> bool:
-    is_collection = isinstance(value, Collection) and not isinstance(value, str | torch.Tensor)
-    return is_collection and all(map(fits, value))
-
-
 def _each_in_order(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return not isinstance(value, Set) and _each(value, fits)
+    is_collection = isinstance(value, Collection) and not isinstance(value, str | torch.Tensor | Set)
+    return is_collection and all(map(fits, value))
 
 
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -124,7 +120,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a number, or a number per rank",
     ),
     "offload": (lambda v: v is None or _is_number(v), "a number"),
-    "split_layers": (lambda v: _each(v, _is_class), "a list of classes of modules"),
+    "split_layers": (lambda v: _each_in_order(v, _is_class), "a list of classes of modules"),
     **dict.fromkeys(
         ("checkpoint", "variable_shapes", "post_validation"), (lambda v: isinstance(v, bool), "True or False")
     ),

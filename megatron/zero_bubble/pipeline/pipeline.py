@@ -63,7 +63,8 @@ class Pipeline(PartialModel):
         replicas: process group of the ranks that hold the same stages as this rank, with one rank of each replica of
             the pipeline. Gradients are averaged over the group `replicas`.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. For another device or
-            timeout, pass the result of `connect_ranks(group, device, timeout)`. Several pipelines may use it.
+            timeout, pass the result of `connect_ranks(group, device, timeout)`, and no `group`. Several pipelines may
+            use one `interconnect`.
 
     Raises:
         ValueError: on all ranks, if the layers cannot be partitioned or built, or the schedule cannot be made.
@@ -83,6 +84,8 @@ class Pipeline(PartialModel):
     ) -> None:
         super().__init__()
         check_types(layers, loss_fn, options)
+        if group is not None and interconnect is not None:
+            raise ValueError("group and interconnect are both given: give the group to connect_ranks only")
         layers, interconnect = list(layers), (interconnect or connect_ranks(group)).of_one_pipeline()
         # A gloo group that is open while the interpreter ends may abort the process.
         self._close = weakref.finalize(self, interconnect.close)

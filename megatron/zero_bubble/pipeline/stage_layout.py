@@ -95,9 +95,15 @@ class LayoutRequest:
                 f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {self.num_ranks}"
             )
         else:
+            for name in ("num_chunks", "memory_limit"):
+                if (value := getattr(self.options, name)) is not None:
+                    raise ValueError(
+                        f"{name}={value}: schedule {schedule.name} is already made: give {name} to the function that "
+                        "makes the schedule, or give the schedule's name"
+                    )
             plan = RunSchedules.of(schedule)
         if self.options.offload is not None and not plan.adapts:
-            raise ValueError(f"offload: schedule {plan.name} is not planned, so it gets no copies: use auto, for one")
+            raise ValueError(f"offload needs a planned schedule, and {plan.name} is not planned: use schedule='auto'")
         specs = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, LayerSpec))
         checkpointed = [index for index, spec in specs if spec.checkpoint]
         if self.options.offload is not None and checkpointed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol, cast, runtime_checkable
@@ -25,6 +25,7 @@ from torch.nn.modules import activation
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from megatron.zero_bubble.pipeline.called_modules import callable_modules, inside_sharded, is_patched
 from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
@@ -84,13 +85,10 @@ def split_modules(
         The parameters whose gradients are now computed in W.
     """
     every = nn.ModuleList(modules)
-    for each in every.modules():
-        if isinstance(vars(each).get("forward"), _SplitLayer | _SplitAttention):
-            del each.forward
-    # `fully_shard` reduces gradients, and drops unsharded weights, at the end of a module's backward.
-    sharded = {each for outer in every.modules() if hasattr(outer, "reshard") for each in outer.modules()}
+    unsplit(every.modules())
+    sharded = inside_sharded(every)
     wholes = (DefersWeightGradients, nn.MultiheadAttention, *others)
-    inside = list(_callable_modules(every, wholes))
+    inside = list(callable_modules(every, wholes))
     uses = Counter(
         id(parameter) for module in inside for parameter in module.parameters(recurse=isinstance(module, wholes))
     )
@@ -98,7 +96,7 @@ def split_modules(
     for module in inside:
         if isinstance(module, DefersWeightGradients):
             split += module.defer_weight_gradients(store)
-        elif module in sharded or _is_patched(module) or any(uses[id(own)] != 1 for own in module.parameters()):
+        elif module in sharded or is_patched(module) or any(uses[id(own)] != 1 for own in module.parameters()):
             continue
         elif (forward := _split_forward(module, store, others)) is not None:
             module.forward = forward
@@ -106,18 +104,11 @@ def split_modules(
     return split
 
 
-def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
-    """Yield `modules` and all submodules once, except the submodules of modules whose class is in `wholes`."""
-    seen: set[nn.Module] = set()
-    pending = list(modules)[::-1]
-    while pending:
-        module = pending.pop()
-        if module not in seen:
-            seen.add(module)
-            yield module
-            # torch's attention multiplies with the weights of its inner layer, and does not call the inner layer.
-            if not isinstance(module, wholes):
-                pending += reversed(list(module.children()))
+def unsplit(modules: Iterable[nn.Module]) -> None:
+    """Undo the split of `modules`, but not of their submodules."""
+    for module in modules:
+        if isinstance(vars(module).get("forward"), _SplitLayer | _SplitAttention):
+            del module.forward
 
 
 def _split_forward(
@@ -130,11 +121,6 @@ def _split_forward(
         return _SplitAttention(cast(nn.MultiheadAttention, module), store)
     is_split_layer = "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
     return _SplitLayer(module, store) if is_split_layer or isinstance(module, tuple(others)) else None
-
-
-def _is_patched(module: nn.Module) -> bool:
-    """Tell whether a module or submodule has a replaced forward, which may use other modules' parameters."""
-    return any("forward" in vars(each) for each in module.modules())
 
 
 def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from megatron.zero_bubble.planner.restoring import groupings
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
-from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, enough
 from megatron.zero_bubble.schedule.ir import PlacementKind, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
@@ -38,7 +38,7 @@ def request_for(
     *,
     num_chunks: int | None = None,
     placement_kind: PlacementKind | None = None,
-    recompute: Recompute = Recompute.NONE,
+    recompute: Recompute | str = Recompute.NONE,
     **options: Any,
 ) -> PlanRequest:
     """Make a request for the schedule `name`.
@@ -49,7 +49,7 @@ def request_for(
         num_microbatches: microbatches of an iteration.
         num_chunks: model chunks per rank; by default the schedule's own number of chunks.
         placement_kind: kind of placement, for `auto` only; by default linear for one chunk per rank, else interleaved.
-        recompute: which microbatches have an R (recomputation).
+        recompute: which microbatches have an R (recomputation), a `Recompute` or its value, such as "full".
         options: other fields of `PlanRequest`, such as `costs`.
 
     Returns:
@@ -64,7 +64,7 @@ def request_for(
             f"schedule {name} needs at least one rank and one microbatch, got {num_ranks} and {num_microbatches}"
         )
     placement = placement_for(name, num_ranks, num_chunks, placement_kind)
-    return PlanRequest(name, num_microbatches, (placement,), recomputes=(recompute,), **options)
+    return PlanRequest(name, num_microbatches, (placement,), recomputes=(Recompute(recompute),), **options)
 
 
 def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
@@ -134,7 +134,7 @@ def _before_fusing(request: PlanRequest) -> Schedule:
     schedule = offloaded(plans, problem, shortest) or best
     if schedule is None:
         raise Infeasible(
-            f"no plan with copies to the host fits in the memory limit; without copies, {smallest:g} is enough",
+            f"no plan with copies to the host fits in the memory limit; without copies, {enough(smallest)}",
             smallest,
         )
     return schedule

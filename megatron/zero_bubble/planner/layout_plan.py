@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.generate import schedule_of
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import with_host_link
-from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.errors import Infeasible, enough
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
@@ -103,15 +103,15 @@ def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: floa
     To find the memory that the activations of each rank need, the function plans the layout with almost no memory, and
     reads the smallest limits in the resulting error.
     """
-    enough = max(states)
+    needed = max(states)
     try:
         schedule_of(replace(fixed.within((SMALLEST,) * fixed.num_ranks), offloads=False))
     except Infeasible as error:
-        enough = max(map(add, states, error.of_ranks or (error.smallest_limit,) * fixed.num_ranks))
+        needed = max(map(add, states, error.of_ranks or (error.smallest_limit,) * fixed.num_ranks))
     return Infeasible(
         f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
-        f"{enough:g} is enough for every rank",
-        enough,
+        f"{enough(needed)} for every rank",
+        needed,
     )
 
 

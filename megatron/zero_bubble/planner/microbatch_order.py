@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
+from megatron.zero_bubble.planner.memory_limit import bytes_with_unit
 from megatron.zero_bubble.planner.orders import orders_of_schedule
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import Limits, are_within, tolerance
@@ -223,8 +224,10 @@ class _Step:
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]
         largest = kept.index(max(kept))
+        # The limits of a training job are in bytes.
+        text = bytes_with_unit if limits[rank] > 2**20 else "{:g}".format
         return Infeasible(
-            f"the microbatches of this step need {peaks[rank]:.0f} of memory on rank {rank}, above the limit of "
-            f"{limits[rank]:.0f}; the largest, {names[largest]}, keeps {kept[largest]:.0f} alone",
+            f"the microbatches of this step need {text(peaks[rank])} of memory on rank {rank}, above the limit of "
+            f"{text(limits[rank])}; the largest, {names[largest]}, keeps {text(kept[largest])} alone",
             max(peaks),
         )

@@ -8,7 +8,7 @@ from operator import add
 
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
-from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, enough
 from megatron.zero_bubble.schedule.ir import Placement, check_size
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -69,8 +69,7 @@ class PlanRequest:
         usual: the layout that is kept unless another layout is faster, for example Megatron's layout; None if no layout
             is preferred.
         recomputes: values of `Recompute` to choose from.
-        vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
-            faster alternative.
+        vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose.
         memory_limit: memory limit for the activations of a rank, in the unit of the costs: one value for all ranks, or
             one value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
@@ -91,7 +90,8 @@ class PlanRequest:
         pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
             tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
-        host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
+        host_rate: memory that the host link copies in a unit of time, with which `plan_layout` and `search_layouts`
+            compute the times of copies; None if the costs contain these times.
         spread: half the interquartile range of an operation's duration, divided by the median. With a spread above
             zero, plans are compared by their expected times.
         time_between: time that passes between two successive operations of a rank. Only the expected time of a step
@@ -268,7 +268,7 @@ def check_within(subject: Callable[[int], str], needed: Limits, limits: Sequence
     for rank, (amount, limit) in enumerate(zip(needed, limits, strict=True)):
         if not are_within([amount], [limit]):
             raise Infeasible(
-                f"{subject(rank)} {amount:g} of memory, above the limit of {limit:g}; {max(needed):g} is enough for "
+                f"{subject(rank)} {amount:g} of memory, above the limit of {limit:g}; {enough(max(needed))} for "
                 "every rank",
                 max(needed),
                 needed,

@@ -67,10 +67,11 @@ class StepProblem:
         """Whether the step has to be planned.
 
         A step is planned if its microbatches differ in size or if there are memory limits, unless its schedule runs
-        forwards and backwards in pairs.
+        forwards and backwards in pairs, or copies activations to the host.
         """
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
-        return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
+        schedule = self.rules.plan.schedule(len(self.sizes))
+        return differs and schedule.kinds.isdisjoint(PAIRED) and not schedule.offloads
 
     def is_as(self, other: StepProblem) -> bool:
         """Whether `other` has the same sizes, limits, options, costs and schedules, and therefore the same plan."""

@@ -173,7 +173,7 @@ class TorchCommunicator:
         is_sent_as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
         # In the process group of a channel, the sender has rank 0 and the receiver has rank 1.
-        work = self._groups[self._rank, destination].send([message], 1, 0)
+        work = self._groups[self._rank, destination].send([_as_real(message)], 1, 0)
         # A detached tensor keeps the message alive although the caller may free the values of `tensor`. The tensor is
         # detached only after the send is posted, because the receiver waits for the send.
         return _TorchSend(work, message.detach())
@@ -182,7 +182,12 @@ class TorchCommunicator:
         if self._run_ahead is not None:
             self._run_ahead.before_message()
         buffer = spec.empty()
-        return _TorchReceive(self._groups[source, self._rank].recv([buffer], 0, 0), buffer)
+        return _TorchReceive(self._groups[source, self._rank].recv([_as_real(buffer)], 0, 0), buffer)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor with real and imaginary parts as numbers, because NCCL has no complex types."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)

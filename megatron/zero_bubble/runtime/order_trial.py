@@ -55,8 +55,8 @@ class TrialResult:
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
         """Predict the step time in megatron-core's own order.
 
-        The prediction is `milliseconds` (the predicted step time in the planned order) times `own_span / planned_span`,
-        the ratio of the measured step times.
+        The prediction is `milliseconds` (the predicted step time in the planned order) times the ratio of the measured
+        step times, `baseline_span / planned_span`.
         """
         step_time = milliseconds * self.baseline_span / self.planned_span
         return MegatronsTime(step_time, work_of_stages(costs), is_same_layout=True)

@@ -239,17 +239,21 @@ class StageCosts:
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
         )
 
-    def with_whole_vocabulary(self) -> StageCosts:
-        """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer.
+    @property
+    def whole_vocabulary(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Names and values of the costs of the whole embedding, and of the whole output layer: sums over all shards.
 
         S computes the forward and the input gradient of the output layer, which have the same number of
-        multiplications. The times of S on all ranks are added up; half of the sum is added to F of the last stage, and
-        half to B of the last stage.
+        multiplications; F and B of the output layer therefore each take half of the time of S.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
-        first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
-        last = {"time_f": total["time_s"] / 2, "time_b": total["time_s"] / 2, "time_w": total["time_t"]}
-        last |= {"memory_f": total["memory_s"], "memory_w": total["memory_t"]}
+        output = {"time_f": total["time_s"] / 2, "time_b": total["time_s"] / 2, "time_w": total["time_t"]}
+        output |= {"memory_f": total["memory_s"], "memory_w": total["memory_t"]}
+        return {"time_f": total["time_e"], "time_w": total["time_ew"]}, output
+
+    def with_whole_vocabulary(self) -> StageCosts:
+        """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer."""
+        first, last = self.whole_vocabulary
         stages = {name: list(getattr(self, name)) for name in (*first, *last)}
         for position, costs in ((0, first), (-1, last)):
             for name, cost in costs.items():

@@ -10,6 +10,8 @@ ValueError
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Context
+
 
 class ScheduleError(ValueError):
     """The schedule, its costs, or the request for a schedule cannot be used."""
@@ -28,10 +30,10 @@ class Deadlock(InvalidSchedule):
 
 
 class Infeasible(ScheduleError):
-    """No schedule fits in the memory limit; `smallest_limit` is the smallest memory limit in which a schedule fits.
+    """No schedule fits in the memory limit; `smallest_limit` is a memory limit that is enough.
 
     Attributes:
-        of_ranks: rank -> smallest memory limit that is enough for this rank; empty if only `smallest_limit` is known.
+        of_ranks: rank -> memory limit that is enough for this rank; empty if only `smallest_limit` is known.
     """
 
     def __init__(self, message: str, smallest_limit: float, of_ranks: tuple[float, ...] = ()) -> None:
@@ -42,6 +44,12 @@ class Infeasible(ScheduleError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def enough(limit: float) -> str:
+    """Return text with a memory limit that is enough: six digits of `limit`, rounded up, unless they are exact."""
+    digits = Context(prec=6, rounding=ROUND_CEILING).create_decimal_from_float(limit * (1 - 1e-10))
+    return f"{float(digits):g} is enough"
 
 
 def one_line(error: BaseException) -> str:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.costs import EXCHANGES, StageCosts
 
 _SHORTEST = 1e-12
-"""Shortest time of F, B and W, as a multiple of the time for a microbatch of the usual size; a fitted curve may give
-less, even a negative time."""
+"""Shortest time of F, B and W, as a multiple of the time for a microbatch of the usual size. A fitted curve may give
+zero, but times of `StageCosts` must be above zero."""
 
 
 class MicrobatchSize(NamedTuple):

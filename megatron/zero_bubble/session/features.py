@@ -84,6 +84,11 @@ def check_offload(flags: JobFlags) -> None:
             f"{given} needs measured copies, and --zero-bubble-profile-iters 0 0 measures none: give another "
             "START END, or --zero-bubble-profile-input FILE"
         )
+    check_copies(flags, given)
+
+
+def check_copies(flags: JobFlags, given: str) -> None:
+    """Raise `ValueError` for a flag that does not work with copies of activations, which `given` asks for."""
     if flags.zero_bubble_microbatch_order == "planned":
         raise ValueError(
             f"{given} and --zero-bubble-microbatch-order planned: leave one out, because orders cannot be "

@@ -51,7 +51,10 @@ _FURTHER = {
 """Flag A -> pattern for the names of flags that change the costs of a stage only if A is set."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
-LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
+SEEN_IN_COSTS = ("zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
+"""Names of the flags in `_MODEL` that are compared with the costs of a profile, and not with the profiled job's flags,
+because the profiled job may have chosen their values."""
+LAYOUT_SETTINGS = (*_PARTITION, *SEEN_IN_COSTS)
 """Names of the flags in `_MODEL` that zero bubble sets when it chooses a layout."""
 
 
@@ -105,7 +108,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     zero_bubble_layout_limits: tuple[float, ...] | None = None
     """The memory limit of each rank, in bytes; a checkpoint records these limits together with the chosen layout."""
     given_model: Mapping[str, Setting] = field(default_factory=dict)
-    """The flags on which the costs of a stage depend, with their given values."""
+    """The flags on which the costs of a stage depend, as the user gave them; a chosen layout does not change them."""
 
     @classmethod
     def of(cls, source: object, **known: Any) -> JobFlags:
@@ -179,7 +182,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The flags and values that a profile records; only the layout flags may differ in a job that uses it."""
+        """The flags and values that a profile records, including the layout of the job."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 

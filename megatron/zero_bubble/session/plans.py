@@ -21,7 +21,13 @@ from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
-from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload, takes_makespan
+from megatron.zero_bubble.session.features import (
+    check_copies,
+    check_offload,
+    check_pairs,
+    plans_offload,
+    takes_makespan,
+)
 from megatron.zero_bubble.session.files import read_file
 from megatron.zero_bubble.session.flags import SCHEDULE_FILE, flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
@@ -73,6 +79,8 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
             raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
         if num_chunks is not None and plan.placement.num_chunks != num_chunks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
+        if plan.offloads:
+            check_copies(flags, f"the copies of --zero-bubble-schedule {name}")
         return plan
 
 

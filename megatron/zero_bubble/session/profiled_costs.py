@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -55,7 +55,8 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     embedding are then zero. If the stages do not determine the costs of each kind of layer, all layers get the same
     costs. Costs are never negative. The field `state` of the costs is zero, because a profile records no model states.
     If the profile has no recomputation, R of a layer is assumed to take the time of F and to restore all activations
-    that F stores, except the layer's input.
+    that F stores, except the layer's input. If the profiled run had vocabulary shards, the embedding and the output
+    have the costs of all shards together.
 
     Args:
         kinds: for each layer, the index of its kind, from 0; by default all layers are of one kind.
@@ -78,6 +79,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
         )
         for f, b, w, after_f, after_b, after_w, exchange_f, exchange_b in zip(*fitted, strict=True)
     )
+    embedding, output = map(_sum, (embedding, output), costs.whole_vocabulary)
     if any(costs.time_r):
         time_r, memory_r, num_blocks = map(fit.solve_layers, (costs.time_r, costs.memory_r, costs.num_blocks))
         layers = [
@@ -91,6 +93,11 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
             for layer in layers
         ]
     return ModelCosts(embedding, tuple(layers), output, max(costs.time_comm, default=0.0))
+
+
+def _sum(unit: UnitCosts, costs: Mapping[str, float]) -> UnitCosts:
+    """Return `unit` with `costs`, given by the names of their fields, added."""
+    return replace(unit, **{name: getattr(unit, name) + cost for name, cost in costs.items()})
 
 
 def _layer_input_bytes(profile: Profile) -> float:

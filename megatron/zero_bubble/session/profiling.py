@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
-from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.features import advice_on_post_validation
 from megatron.zero_bubble.session.files import read_file, reading, write_file
 from megatron.zero_bubble.session.flags import limit_flag
-from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, SEEN_IN_COSTS, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
@@ -58,7 +58,15 @@ def planning_options(
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not chooses_layout:
         with _reading_profile(flags):
-            model = dict(flags.model)
+            if profile.costs.has_vocabulary != flags.vocabulary_parallel:
+                theirs, ours, value = (
+                    ("with", "none", "on") if profile.costs.has_vocabulary else ("without", "them", "off")
+                )
+                raise ScheduleError(
+                    f"the profile was measured {theirs} vocabulary shards, this run has {ours}: give "
+                    f"--zero-bubble-vocabulary-parallel {value}"
+                )
+            model = {name: value for name, value in flags.model.items() if name not in SEEN_IN_COSTS}
             if (profile.placement, partition_of_profile(profile)) == (placement, partition):
                 for name in ("pipeline_model_parallel_layout", *WITHOUT_PARTITION):
                     model.pop(name, None)  # different flags can give the stages the same layers

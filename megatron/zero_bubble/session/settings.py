@@ -132,11 +132,11 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
 
 def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:
     """Whether a profile was measured with the job's placement, partition, recomputation and vocabulary shards."""
-    flags, had_shards = settings.flags, profile.model.get("zero_bubble_vocabulary_parallel") == "on"
+    flags = settings.flags
     return (
         (profile.placement, partition_of_profile(profile)) == (settings.placement, settings.partition)
         and any(profile.costs.time_r) == (flags.recompute is not Recompute.NONE)
-        and had_shards == flags.vocabulary_parallel
+        and profile.costs.has_vocabulary == flags.vocabulary_parallel
     )
 
 

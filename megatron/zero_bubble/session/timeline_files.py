@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.analysis import by_result, causes, fused_savi
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.kinds import TIMES
-from megatron.zero_bubble.schedule.pairs import pairs
+from megatron.zero_bubble.schedule.pairs import PAIRED, pairs
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
@@ -67,14 +67,16 @@ def measured_timeline(
 
     If a forward ran again after the rollback of an optimizer step, the timeline shows only the last run of the forward.
     The costs of messages and memory come from `profiled`; without `profiled`, these costs are zero. If `shapes_vary` is
-    set, the timeline also contains the relative length of each microbatch.
+    set, the timeline also contains the relative length of each microbatch, unless the schedule has copies to the host
+    or pairs, which are not simulated together with lengths.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
     moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
     ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
     costs = _costs_of(ran, moved, profiled)
-    return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if shapes_vary else ())
+    has_lengths = shapes_vary and not ran.offloads and ran.kinds.isdisjoint(PAIRED)
+    return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if has_lengths else ())
 
 
 def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple[float, ...]:

@@ -96,6 +96,8 @@ def check_experts(args: Arguments, has_cuda: bool) -> None:
         raise ValueError(
             f"--expert-model-parallel-size {ranks} x {shared} must divide the {stage} ranks of a pipeline stage"
         )
+    if experts is None and ranks > 1:
+        raise ValueError(f"--expert-model-parallel-size {ranks} needs --num-experts")
     if (experts or 1) % ranks:
         raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
     is_grouped = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"

@@ -43,11 +43,11 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     close = [other for other, ends in zip(others, intervals, strict=True) if ends is None or ends[0] <= 1]
     names = " and ".join(other.contestant.name for other in close)
     if baseline in close:
-        lines = [f"No schedule is faster than {baseline.contestant.name} beyond doubt. The fastest was {speed}."]
+        lines = [f"No schedule is significantly faster than {baseline.contestant.name}. The fastest was {speed}."]
     else:
         lines = [f"Use {speed}."]
     if close:
-        lines.append(f"These rounds show no clear difference from {names}: more --rounds may.")
+        lines.append(f"The difference from {names} is not significant: give more --rounds.")
     return "\n".join([*lines, memory])
 
 

@@ -31,6 +31,8 @@ _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interv
 _OUTPUTS = (
     *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
     *("--save-params-interval", "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project"),
+    *("--save-wgrads-interval", "--save-dgrads-interval", "--save-activations-interval"),
+    *("--save-tokens-per-expert-interval", "--logits-save-dir", "--record-memory-history"),
     *("--profile", "--log-memory-interval", "--log-numerics", "--zero-bubble-timeline", "--zero-bubble-timeline-iters"),
     *("--zero-bubble-profile-output", "--zero-bubble-unit-costs-output"),
 )

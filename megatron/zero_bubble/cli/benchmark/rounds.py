@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, 
 from megatron.zero_bubble.schedule.formats import profile_from_json
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
-"""Measured costs of the stages, by placement and by a flag that is True for a sharded vocabulary."""
+"""(placement, whether the vocabulary is sharded) -> measured costs of the stages."""
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
@@ -48,8 +48,8 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                     continue
                 turns[contestant].append(turn)
                 if profile is not None and profile.exists():
-                    measured = profile_from_json(profile.read_text()).costs
-                    costs.setdefault((contestant.placement, contestant.spreads_vocabulary), measured)
+                    measured = profile_from_json(profile.read_text())
+                    costs.setdefault((measured.placement, measured.costs.has_vocabulary), measured.costs)
                     profile.unlink()
     baseline = next(tuple(own) for contestant, own in turns.items() if contestant.name == BASELINE)
     return [

@@ -20,10 +20,11 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import check_shards, plans_offload
 from megatron.zero_bubble.session.files import read_file, reading
-from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, SEEN_IN_COSTS, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
+from megatron.zero_bubble.session.layout_choice import is_layout_open
 from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
-from megatron.zero_bubble.session.profiled_costs import fit_units
+from megatron.zero_bubble.session.profiled_costs import fit_units, partition_of_profile
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
 
@@ -80,7 +81,10 @@ class EstimatedJob:
             raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
         if flags.profile is not None and profile is not None:
             with reading(f"argument --profile {flags.profile}"):
-                profile.check_fits(profile.placement, training.model, training.recompute)
+                ignored = LAYOUT_SETTINGS if is_layout_open(training) else SEEN_IN_COSTS
+                model = {name: value for name, value in training.model.items() if name not in ignored}
+                profile.check_fits(profile.placement, model, training.recompute)
+                partition_of_profile(profile)  # raises an error for a damaged partition now
         return cls(args, training, flags, States.of(args, flags.zero_stage), count, of_sequence, profile)
 
     @property
@@ -201,9 +205,7 @@ class EstimatedJob:
         Raises:
             ValueError: the layers cannot be divided among the stages of `placement`.
         """
-        costs = self._counted_costs(placement) if self.profile is None else _measured_costs(self.profile, placement)
-        if self.profile is not None and not self.flags.vocabulary_parallel:
-            costs = costs.with_whole_vocabulary()
+        costs = self._counted_costs(placement) if self.profile is None else self._measured_costs(placement)
         if not self.flags.overlap_moe_expert_parallel_comm:  # exchanges are then parts of F and B
             costs = replace(costs, all_to_all_f=(), all_to_all_b=())
         return costs if self.host_rate is None else with_host_link(costs, self.host_rate, self.count.input_bytes)
@@ -232,6 +234,23 @@ class EstimatedJob:
         costs = replace(costs, **{name: tuple(max(_SHORTEST, time) for time in each) for name, each in times.items()})
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
+    def _measured_costs(self, placement: Placement) -> StageCosts:
+        """Return the profile's costs of the stages, or costs that are fitted to it if its ranks had other layers."""
+        assert self.profile is not None
+        profile, partition, shards = self.profile, self.partition(placement), self.flags.vocabulary_parallel
+        measured = profile.placement, partition_of_profile(profile)
+        of_ranks = Placement("linear", placement.num_ranks), placement.sums(partition)
+        if measured in ((placement, partition), of_ranks) and (profile.costs.has_vocabulary or not shards):
+            costs = profile.costs if profile.placement == placement else profile.costs.split_ranks(placement)
+            costs = costs if shards else costs.with_whole_vocabulary()
+        elif any(profile.costs.memory_d) and self.host_rate is None:
+            raise ScheduleError("the profile has the copy times of another layout: give --host-bandwidth")
+        else:
+            units = fit_units(profile)
+            units = units.vocabulary_parallel(placement.num_ranks) if shards else units
+            costs = units.of_stages(partition, placement)
+        return costs.keeping_everything() if self.flags.recompute is Recompute.NONE and any(costs.time_r) else costs
+
     def _recomputed(self, partition: Partition) -> list[bool]:
         """Return for every layer whether the schedule may recompute the layer."""
         kind = Recompute.FULL if self._recomputes_in_backward else self.flags.recompute
@@ -239,16 +258,6 @@ class EstimatedJob:
         if kind is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
         return [index < most for size in partition for index in range(size)]
-
-
-def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
-    if profile.placement == placement:
-        return profile.costs
-    if profile.placement == Placement("linear", placement.num_ranks):
-        return profile.costs.split_ranks(placement)
-    raise ScheduleError(
-        f"the profile is of the {profile.placement.kind} placement of {profile.placement.num_ranks} ranks"
-    )
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:

@@ -18,11 +18,14 @@ from megatron.zero_bubble.cli.estimate.schedule_estimate import (
     estimate,
     estimate_layout,
 )
+from megatron.zero_bubble.mcore.refusals import works_with
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.job_flags import FULL_RECOMPUTATION, RECOMPUTATION
 from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons_layout_flags
+from megatron.zero_bubble.trainer.model_checks import check_fully_sharded
 
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
@@ -184,11 +187,21 @@ def _remedies(results: Results) -> Iterator[Remedy]:
     if job.profile is not None:  # the profile of a run without recomputation has no costs of recomputation
         return
     for kind, flags in _FLAGS_OF.items():
-        if kind is job.flags.recompute:
+        other_job = job.with_flags({**_NO_RECOMPUTATION, **flags})
+        if kind is job.flags.recompute or not _is_trainable(other_job):
             continue
         names = ["auto"] if kind is Recompute.PLANNED else [each.schedule.name for each in estimates]
-        other = _estimated(job.with_flags({**_NO_RECOMPUTATION, **flags}), names)
+        other = _estimated(other_job, names)
         possible = [*other.estimates, *([] if other.layout is None else [other.layout])]
         if possible:
             best = min(possible, key=lambda each: (0, each.iteration_ms) if each.fits else (1, max(each.total_bytes)))
             yield Remedy(flags_text(flags), best, best.iteration_ms / fastest)
+
+
+def _is_trainable(job: EstimatedJob) -> bool:
+    """Whether the trainer accepts the recomputation of a job together with the job's other flags."""
+    try:
+        check_fully_sharded(job.args)
+    except ValueError:
+        return False
+    return job.flags.recompute is not Recompute.PLANNED or works_with(job.flags, Feature.PLANNED_RECOMPUTATION)

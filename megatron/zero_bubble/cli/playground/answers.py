@@ -21,6 +21,7 @@ from megatron.zero_bubble.cli.playground.pictures import (
     trace_errors,
 )
 from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
+from megatron.zero_bubble.cli.schedule.figures import forget_files
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_source
 from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import Infeasible, simulate
@@ -35,6 +36,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_pytorch_csv,
 )
 from megatron.zero_bubble.schedule.formats.json_format import COSTS_FORMAT, format_of
+from megatron.zero_bubble.session.files import read_file
 
 Words = Sequence[str]
 """Flags of `zero-bubble schedule simulate`."""
@@ -52,7 +54,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 
 def run(file: str, planned: bool) -> dict[str, Any]:
     """Return a recorded run's timeline or, if `planned` is set, a simulation of the run with measured times."""
-    measured, memory = recorded_run(_file_text(file))
+    measured, memory = recorded_run(read_file(file))
     with trace_errors():
         simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # checks the order
         return picture_of_run(simulated, {}) if planned else picture_of_run(measured, memory)
@@ -95,7 +97,7 @@ def saved_file(words: Words, kind: str) -> dict[str, str]:
 
 def opened(file: str) -> dict[str, Any]:
     """Return the flags that the page sets for an opened file: a profile, costs, a schedule, or the trace of a run."""
-    text = _file_text(file)
+    text = read_file(file)
     if is_trace(text):
         schedule = recorded_run(text)[0].schedule
         return {"run": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
@@ -107,10 +109,6 @@ def opened(file: str) -> dict[str, Any]:
         return {"costs": file, "pipeline-size": costs_from_text(text).num_stages}
     schedule = schedule_from_text(text, name=Path(file).stem)
     return {"input": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
-
-
-def _file_text(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8")
 
 
 def _flags(words: Words) -> SimulateFlags:
@@ -129,6 +127,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 def answer(question: str) -> str:
     """Call the function that the JSON request `question` names; return the result, or an error, as JSON."""
     arguments = json.loads(question)
+    forget_files()
     try:
         return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float, allow_nan=False)
     except (ValueError, OSError) as error:

@@ -247,6 +247,12 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
 
 
+def forget_files() -> None:
+    """Let files of costs be read again, because their contents may have changed."""
+    read_costs.cache_clear()
+    _text_of.cache_clear()
+
+
 @cache
 def read_costs(path: Path) -> StageCosts:
     with reading(f"argument --costs {path}"):

@@ -93,9 +93,11 @@ def schedule_from_csv(text: str) -> Schedule:
         ScheduleError: the text is not in the format of `schedule_to_csv`.
     """
     try:
-        rows = list(csv.reader(io.StringIO(text), strict=True))
+        rows = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
         raise ScheduleError(f"not CSV: {error}") from None
+    # A spreadsheet makes all rows equally long, and may end them with empty cells.
+    rows[:2] = [row[: max((k + 1 for k, cell in enumerate(row) if cell), default=0)] for row in rows[:2]]
     heads = tuple(rows[0]) if rows else ()
     if len(rows) < 2 or heads not in (_HEADER, (*_HEADER, _GROUPS)) or len(rows[1]) != len(heads):
         raise ScheduleError(f"expected a first line {','.join(_HEADER)} and a second line with their values")

@@ -17,6 +17,9 @@ _NAMES = tuple(field.name for field in fields(UnitCosts))
 _MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_between", "spread", "fused_backward")
 """Fields of `ModelCosts` that a training job measures; zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
+_CHANGES_OF_MEMORY = ("memory_f", "memory_b", "memory_w")
+_MOST_RELEASED = 1.1
+"""Largest ratio of released to allocated memory; above 1, because a job measures each change of memory on its own."""
 _SMALLEST, _LARGEST = 1e-20, 1e20
 """Limits on the absolute value of a number other than 0."""
 
@@ -81,6 +84,13 @@ def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
             raise ScheduleError(
                 f"{part} of the {where} must be a part of {whole}, got {costs[part]:g} of {costs[whole]:g}"
             )
+    changes = [costs.get(name, 0) for name in _CHANGES_OF_MEMORY]
+    allocated, released = sum(max(0, change) for change in changes), sum(max(0, -change) for change in changes)
+    if released > allocated * _MOST_RELEASED:
+        raise ScheduleError(
+            f"{' + '.join(_CHANGES_OF_MEMORY)} of the {where} must not be below zero: the operations would release "
+            f"{released:g} and allocate only {allocated:g}"
+        )
     if is_layer and not all(costs[name] > 0 for name in times):
         raise ScheduleError(f"the times of the {where} must be above zero")
     return UnitCosts(**costs)
