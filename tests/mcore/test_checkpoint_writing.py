@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.launch import environment
 
 SAVE = """
-import os, sys
+import multiprocessing, os, sys
 import psutil, torch, torch.distributed as dist
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
+    from megatron.zero_bubble.mcore.checkpoint_writing import results_in_a_fork, written_in_threads
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weight = torch.arange(6.0)
@@ -35,6 +35,12 @@ if __name__ == "__main__":
         assert filesystem_async._results_queue is None
         loaded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(6))}
         assert torch.equal(dist_checkpointing.load(loaded, f"{sys.argv[1]}/{name}")["weight"], weight)
+    with results_in_a_fork():
+        put = filesystem_async._results_queue.put
+        writer = multiprocessing.get_context("fork").Process(target=put, args=("written",))
+        writer.start(), writer.join()
+        assert filesystem_async._results_queue.get(timeout=60) == "written"
+    assert filesystem_async._results_queue is None
     writers = dict(vars(filesystem_async.FileSystemWriterAsync))
     first, second = (written_in_threads(keep_results=False) for _ in range(2))
     first.__enter__(), second.__enter__()

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.launcher.hooks import Call, Hook
 from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import results_in_a_fork
 from megatron.zero_bubble.mcore.replaced import replaced
 
 
@@ -34,6 +35,8 @@ def cpu_hooks(changes: ExitStack) -> Iterator[Hook]:
         with replaced(initialize, "init_persistent_async_worker", start_no_worker):
             result = call.proceed()
         changes.enter_context(writes_in_threads(get_args()))
+        if getattr(get_args(), "async_save", False):
+            changes.enter_context(results_in_a_fork())
         return result
 
     yield Hook(

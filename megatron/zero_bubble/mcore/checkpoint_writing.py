@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def written_in_threads(*, keep_results: bool) -> Iterator[None]:
                 changes.enter_context(replaced(FileSystemWriterAsync, name, staticmethod(write_files)))
         if keep_results and filesystem_async._results_queue is None:
             changes.enter_context(replaced(filesystem_async, "_results_queue", queue.Queue()))
+        yield
+
+
+@contextmanager
+def results_in_a_fork() -> Iterator[None]:
+    """Let asynchronous saves put their results into a queue in a forked process, for saves inside the `with` block.
+
+    megatron-core starts a process that imports the training script, and that fails without the CPU substitutions.
+    """
+    with get_context("fork").Manager() as manager, replaced(filesystem_async, "_results_queue", manager.Queue()):
         yield
 
 
