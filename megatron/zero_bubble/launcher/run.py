@@ -24,7 +24,7 @@ from megatron.zero_bubble.launcher.script_choice import (
 )
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
-from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas, writers
+from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.decoder_models import DECODER_NAMES
 from megatron.zero_bubble.mcore.refused_settings import RECORDING
@@ -129,12 +129,7 @@ class Run:
         if checkpoint is not None:
             checkpoint.check_stages(self.session.job.placement, self.session.job.partition)
         call["model_provider_func"] = self.stages.placed_provider(call["model_provider_func"])
-        result = call.proceed()
-        if getattr(self._script, "moe_use_upcycling", False):
-            # Megatron-LM has also built a dense model, whose weights the experts start from, and deleted it.
-            self._chunks = [chunk for chunk in self._chunks if any(chunk is kept for kept in result[0])]
-            self._built = [unwrap_model(chunk) for chunk in self._chunks]
-        return result
+        return call.proceed()
 
     def _keep_layout(self) -> None:
         """Keep Megatron's layout if the script builds a model before zero bubble has chosen another layout."""
@@ -284,7 +279,7 @@ class Run:
         if match is not None and run is not None and self.session.num_steps > 0:
             prediction = run.running.prediction(self.session.num_microbatches)
             measured, predicted = run.measured_time(), None if prediction is None else prediction.idle
-            write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *writers())
+            write_scalars(idle_scalars(measured.idle, predicted), int(match[1]), *_writers())
             order, waits = order_fields(run.step_plans.take_times()), wait_fields(self.session.replicas.take_waits())
             call["message"] += idle_fields(measured.idle, predicted) + order + waits
             if self.session.num_steps > 1:  # The slow first step is not counted.
@@ -303,7 +298,7 @@ class Run:
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to TensorBoard and Weights & Biases on the rank on which the script has opened their writers."""
-        write_plan(report, self.session.iteration, *writers())
+        write_plan(report, self.session.iteration, *_writers())
 
     @property
     def had_nothing_to_train(self) -> bool:
@@ -315,3 +310,10 @@ class Run:
         only = any(getattr(self._script, name, None) for name in ("skip_train", "ckpt_convert_format"))
         only |= bool(getattr(self._script, "exit_on_missing_checkpoint", False)) and not self.session.has_started
         return only or (last is not None and done >= last)
+
+
+def _writers() -> tuple[Any, Any]:
+    """Return the script's writers for TensorBoard and Weights & Biases; a writer that is not open is None."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()

@@ -160,10 +160,3 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
     mean = value.clone() / group.size()
     dist.all_reduce(mean, group=group)
     return mean
-
-
-def writers() -> tuple[Any, Any]:
-    """Return the script's writers for TensorBoard and Weights & Biases; a writer that is not open is None."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    return get_tensorboard_writer(), get_wandb_writer()
