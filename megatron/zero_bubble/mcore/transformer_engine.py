@@ -9,11 +9,12 @@ runs the oldest W of the queue and calls the hooks that DDP registered. A zero-b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from packaging.version import Version
@@ -66,6 +67,26 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
     return [name for name, part in named if part.requires_grad and getattr(part, "skip_backward_post_hook", False)]
 
 
+_IN_STORE: WeakSet[torch.nn.Module] = WeakSet()
+"""The modules that put their W into a store."""
+
+
+def compute_in_backward(models: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's modules in `models` compute W in their backward, unless they put W into a store.
+
+    The backward of any other module built to defer W would queue W, and no code would run W.
+    """
+    for module in {inside for model in models for inside in model.modules()}:
+        if module not in _IN_STORE and defers_by_itself(module):
+            _set_deferral(module, False)
+
+
+def _set_deferral(module: Any, is_on: bool) -> None:
+    # Without a queue, the module has no switch, and defers W whenever it was built to.
+    if getattr(module, "wgrad_store", None) is not None:
+        module.wgrad_store.enabled = is_on
+
+
 def _run_oldest(module: Any) -> None:
     """Run the oldest W of a module's queue; megatron-core's `backward_dw()` does so only if its config is set."""
     config = getattr(module, "config", None)
@@ -83,6 +104,8 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
     module adds the bias. A bias gradient that B has computed is kept until the W of the same microbatch, because each
     call of DDP's hook adds one microbatch's gradient to `main_grad`.
     """
+    _IN_STORE.add(module)
+    _set_deferral(module, True)
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
         getattr(module, name).skip_backward_post_hook = True
