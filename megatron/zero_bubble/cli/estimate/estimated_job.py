@@ -265,7 +265,7 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
 
     The default is the profile's value or, without a profile, Megatron-LM's default. If `flags` reset attention masks,
     choose FSDP2 or choose local attention, no default is added: these flags need local layers, which this project's
-    trainer uses by default.
+    trainer uses by default. A profile also gives the default of --attention-backend, which depends on the machine.
     """
     given = names_in(flags)
     missing = [word for name, value in _STAND_INS.items() for word in unless_given(flags, name, value)]
@@ -273,4 +273,6 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     needs_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"}
     if not needs_local and value_of("--attention-backend", flags) != "local":
         missing += unless_given(flags, "--transformer-impl", engine)
+    if profile is not None and (backend := profile.model.get("attention_backend")) is not None:
+        missing += unless_given(flags, "--attention-backend", str(backend))
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
