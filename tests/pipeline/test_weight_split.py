@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from split_runs import MICROBATCHES, assert_same, gradients, run
 from torch import nn
 
 from megatron.zero_bubble.pipeline.weight_split import split_modules
+from megatron.zero_bubble.runtime.copy_lane import ThreadLink
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 LAYERS = {
@@ -26,8 +29,9 @@ LAYERS = {
 }
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_b_and_w_are_autograd_s_backward(name):
+def test_b_and_w_are_autograd_s_backward(name, packs):
     layer, shape = LAYERS[name]
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for _ in range(MICROBATCHES)]
@@ -36,7 +40,8 @@ def test_b_and_w_are_autograd_s_backward(name):
     store = WeightGradStore()
     assert set(split_modules([ours], store)) == set(ours.parameters())
     assert torch.equal(ours(inputs[0]), layer(inputs[0]))
-    found = run(ours, inputs, store)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if packs else nullcontext():
+        found = run(ours, inputs, store)
     assert all(map(torch.equal, found, expected))
     assert not any(grad is not None for grad in gradients(ours).values()), "W has run in B"
     for k in range(MICROBATCHES):
@@ -53,6 +58,30 @@ def test_a_user_s_hooks_on_saved_tensors_may_be_methods_of_tensors():
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.double, torch.Tensor.float):
         run(layer, [torch.randn(5, 6)], store)
     assert store.pending()
+
+
+def test_inputs_leave_the_device_with_the_other_activations():
+    """An input is a leaf of its layer's graph otherwise, and leaves stay."""
+    layers, splits = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), WeightGradStore()
+    split_modules([layers], splits)
+    store, x = OffloadStore(ThreadLink()), torch.randn(64, 64).requires_grad_()
+    with store.forward(0, 0, [x]):
+        loss = layers(x * 1).square().sum()
+    before = store.device_bytes(0, 0)
+    store.wait(0, 0)
+    store.release(0, 0)
+    assert (before > 0, store.device_bytes(0, 0)) == (True, 0)
+    store.bring_back(0, 0)
+    store.wait(0, 0)
+    with splits.deferring():
+        loss.backward()
+    splits.flush(0, 0)
+    splits.pop(0, 0)
+    reference = copy.deepcopy(layers)
+    split_modules([reference], WeightGradStore())
+    reference.zero_grad()
+    run(reference, [x])
+    assert_same(layers, reference)
 
 
 def test_an_embedding_has_no_b():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -12,20 +13,20 @@ from torch.autograd.graph import GradientEdge
 def run_backward(
     edges: Sequence[GradientEdge],
     grads: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor] = (),
+    inputs: Sequence[torch.Tensor | GradientEdge] = (),
     *,
     keeps_graph: bool = False,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward from `edges`, and return the gradients of `inputs`.
+    """Run the backward from `edges`, and return the gradients of `inputs`, which are tensors or edges of the graph.
 
-    If `accumulates` is set, the gradients are added to `.grad` and not returned. Without `inputs`, autograd adds
-    gradients to `.grad` of all leaves of the graph. The function calls the autograd engine directly, because
-    `torch.autograd.backward` does not accept graph edges in the oldest supported version of torch.
+    If `accumulates` is set, the gradients are added to `.grad` of the tensors `inputs`, and not returned. Without
+    `inputs`, autograd adds gradients to `.grad` of all leaves of the graph. The function calls the autograd engine
+    directly, because `torch.autograd.backward` does not accept graph edges in the oldest supported version of torch.
     """
     if not edges:
         return (None,) * len(inputs)
-    with owning_gradients(inputs if accumulates else ()):
+    with owning_gradients(cast("Sequence[torch.Tensor]", inputs) if accumulates else ()):
         return torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
         )
@@ -54,3 +55,18 @@ def owning_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             copy = torch.empty(0, dtype=grad.dtype, device=grad.device)
             layout = grad.storage_offset(), grad.size(), grad.stride()
             parameter.grad = copy.set_(copies[storage._cdata][1], *layout)
+
+
+class NonLeaf(torch.autograd.Function):
+    """Makes a tensor that shares the memory of a tensor in another graph, and that is no leaf of its own graph.
+
+    A leaf would stay in its graph, and so on the device, although the graph's saved tensors are copied to the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].detach()  # in a list, the tensor is not in the graph
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from megatron.zero_bubble.pipeline.called_modules import callable_modules, inside_sharded, is_patched
-from megatron.zero_bubble.pipeline.graph_backward import run_backward
+from megatron.zero_bubble.pipeline.graph_backward import NonLeaf, run_backward
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
@@ -273,8 +273,11 @@ class _SplitCall(torch.autograd.Function):
         input: torch.Tensor,
         *parameters: nn.Parameter,
     ) -> torch.Tensor:
-        own_input = input.detach().requires_grad_(ctx.needs_input_grad[2])
+        needs_gradient = ctx.needs_input_grad[2]
+        own_input = input.detach().requires_grad_(needs_gradient)
         with torch.enable_grad():
+            if needs_gradient and torch._C._autograd._top_saved_tensors_default_hooks(False):
+                own_input = NonLeaf.apply(torch.empty(0, requires_grad=True), [input])
             output = function(own_input)
         if not isinstance(output, torch.Tensor):
             raise ValueError(
@@ -283,7 +286,7 @@ class _SplitCall(torch.autograd.Function):
             )
         ctx.layer, ctx.function, ctx.parameters = layer, function, parameters
         ctx.save_for_backward(input)
-        ctx.input = own_input if own_input.requires_grad else None
+        ctx.input = get_gradient_edge(own_input) if needs_gradient else None
         ctx.edge = get_gradient_edge(output)
         # Not detached, so that the next layer may change the output in place: none of these layers keeps its output.
         return output.data
