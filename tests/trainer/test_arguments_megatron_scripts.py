@@ -14,6 +14,7 @@ import pytest
 
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checkpoint import unloadable
 from megatron.zero_bubble.trainer.checks import complete_and_check
 
 GPT3 = """
@@ -88,6 +89,13 @@ def test_the_script_starts_a_zero_bubble_job(script: str, world_size: int) -> No
     assert job.plan.name == "auto"
     # GPT-3's script leaves its kind to its files.
     assert ("--tokenizer-type" in script) or args.tokenizer_type == "GPT2BPETokenizer"
+
+
+def test_a_script_in_fp8_is_told_that_its_checkpoints_cannot_be_loaded() -> None:
+    assert unloadable(started(LLAMA3, 8)[0]) is None
+    args = started(f"{LLAMA3} {FP8} --transformer-impl transformer_engine", 8)[0]
+    assert str(unloadable(args)).startswith(" > --fp8-format hybrid with --save: this trainer loads no checkpoint")
+    assert unloadable(replace(args, save=None)) is None
 
 
 def test_sequence_parallelism_over_one_rank_is_none() -> None:

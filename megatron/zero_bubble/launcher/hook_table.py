@@ -37,8 +37,8 @@ _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:L
 class ScriptHooks:
     """Makes the launcher's hooks; holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another training loop."""
 
-    def __init__(self, flags: LaunchFlags) -> None:
-        self.flags = flags
+    def __init__(self, flags: LaunchFlags, unimported: ImportError | None = None) -> None:
+        self.flags, self._unimported = flags, unimported
         self._run: Run | LoopRun | None = None
         self._data_provider: Callable[..., Any] | None = None
         """The script's function that makes the datasets; None before Megatron-LM's `pretrain` is called."""
@@ -265,6 +265,8 @@ class ScriptHooks:
         script = _script_arguments()
         if script is None:
             return call.proceed()
+        if self._unimported is not None:
+            raise SessionError(f"megatron.training could not be imported when the job began: {self._unimported}")
         self._run = run = Run(script, self.flags, self._data_provider)
         self._changes.enter_context(writes_in_threads(script))
         return run.begin(call)

@@ -52,13 +52,13 @@ class Launch:
             raise SessionError(
                 "torch finds no CUDA device on this machine: --zero-bubble-cpu, or enable(cpu=True), trains on CPUs"
             )
-        has_trainer = find_spec("megatron.training") is not None
+        has_trainer, missing = find_spec("megatron.training") is not None, None
         if has_trainer:
             # A loop of its own may run without the packages that Megatron-LM's trainer imports.
             try:
                 importlib.import_module("megatron.training.training")
-            except ImportError:
-                has_trainer = False
+            except ImportError as error:
+                has_trainer, missing = False, error
         # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
         from megatron.zero_bubble.launcher.cpu_hooks import cpu_hooks
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks
@@ -66,7 +66,7 @@ class Launch:
         runs_on_cpu = cpu is not None and not torch.cuda.is_available()
         hooks: list[Hook] = [*cpu_hooks(resources.enter_context(ExitStack()))] if runs_on_cpu else []
         if flags.asks_for_schedule:
-            self.script_hooks = ScriptHooks(flags)
+            self.script_hooks = ScriptHooks(flags, missing)
             hooks += self.script_hooks.hooks()
             for needed in self.script_hooks.needed():
                 if needed.applies_to(version, has_trainer=has_trainer):

@@ -19,6 +19,7 @@ from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_settings import chunks_asked, flags_of, schedule_asked
+from megatron.zero_bubble.mcore.transformer_engine import compute_in_backward
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
@@ -109,6 +110,8 @@ class LoopRun:
         with users_mistakes():
             model.session.configure(config, type(call["self"]))
         call.proceed()
+        # If the loop puts the model into no DDP, no schedule runs W.
+        compute_in_backward([call["self"]])
         model.references.append(weakref.ref(call["self"]))
 
     def _end_dropped_models(self) -> None:

@@ -89,8 +89,8 @@ def written_in_threads(*, keep_results: bool) -> Iterator[None]:
         keep_results: whether the writing threads put their results into a queue in the rank's own process. If
             `keep_results` is false, megatron-core starts a server process for the results at the first save.
             megatron-core's server process takes 150 MB of memory on each rank, and survives if the rank's process is
-            killed. Asynchronous saves need megatron-core's server process, so `keep_results` must be false for
-            asynchronous saves.
+            killed. Asynchronous saves write in another process, so `keep_results` must be false for asynchronous
+            saves; see also `results_in_a_fork`.
     """
     with ExitStack() as changes:
         for name in _NAMES:

@@ -82,7 +82,7 @@ def compute_in_backward(models: Iterable[torch.nn.Module]) -> None:
 
 
 def _set_deferral(module: Any, is_on: bool) -> None:
-    # Without a queue, the module has no switch, and defers W whenever it was built to.
+    # A module without a `wgrad_store` cannot switch deferral off.
     if getattr(module, "wgrad_store", None) is not None:
         module.wgrad_store.enabled = is_on
 

@@ -24,8 +24,8 @@ def is_needed(device: torch.device) -> bool:
 def run_first_backward(value: Any, parameters: Collection[nn.Parameter], device: torch.device) -> None:
     """Run the backward of a stage's output `value`, and drop the gradients.
 
-    Nothing runs if a parameter has a hook, which may count gradients or take a step. An error is not reported, because
-    the backward of the step reports it.
+    Nothing runs if a parameter has a hook, which may count gradients or take a step; hooks of modules and of other
+    tensors run. An error is not reported, because the backward of the step reports it.
     """
     if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
         return

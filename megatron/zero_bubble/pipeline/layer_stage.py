@@ -64,6 +64,7 @@ class LayerStage:
         self._loss_fn, self.device = loss_fn, device
         self._changes_input: set[int] = set()
         self._changes_target = False
+        self._has_run_backward: set[int] = set()
         self.validate: Callable[[], bool]
         """Function that validates the last optimizer step, if post-validation is used; see `SteppingStage.validate`."""
         self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
@@ -259,7 +260,8 @@ class LayerStage:
                     )
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
-            if is_needed(self.device):
+            if is_needed(self.device) and chunk not in self._has_run_backward:
+                self._has_run_backward.add(chunk)
                 run_first_backward(value, own, self.device)
         try:
             output = StageMessage.to_send(value)

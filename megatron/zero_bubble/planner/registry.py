@@ -127,7 +127,7 @@ _ENTRIES = (
     ),
     Entry(
         "optimal",
-        "the best that a constraint solver finds, or proves; small instances, needs the extra solver",
+        "the best that a constraint solver finds, or proves; small instances, needs `pip install '.[solver]'`",
         "linear",
         optimal,
         uses_costs=True,

@@ -241,3 +241,14 @@ def _rng_state(args: Arguments) -> ShardedObject:
         replica = 0
     ranks, sizes = zip(*place, strict=True)
     return ShardedObject("rng_state", [state], sizes, ranks, replica_id=replica)
+
+
+def unloadable(args: Arguments) -> str | None:
+    """A warning if the training saves checkpoints that `--load` refuses; None if `--load` accepts them."""
+    if args.save is None or args.fp8_format is None:
+        return None
+    return (
+        f" > --fp8-format {args.fp8_format} with --save: this trainer loads no checkpoint with the state of FP8 "
+        "training, which Transformer Engine pickles; to resume, train with Megatron-LM under python -m "
+        "megatron.zero_bubble"
+    )

@@ -20,7 +20,7 @@ from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState, unloadable
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
 from megatron.zero_bubble.trainer.data import build_datasets, check_rest, needed_tensors
 from megatron.zero_bubble.trainer.data_files import check_data
@@ -104,6 +104,8 @@ def build_trainer(
     resources.callback(release, model)
     state = TrainingState(Progress(), model, optimizer, build_lr_scheduler(args, optimizer))
     checkpointer = Checkpointer(args, state)
+    if (warning := unloadable(args)) is not None:
+        print_rank_0(warning)
     if args.load:
         checkpointer.load()
     session.start(model, optimizer, state.progress.iteration)

@@ -38,6 +38,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[Contestant, list[Turn]] = {contestant: [] for contestant in competition.contestants}
     costs: _Costs = {}
+    placements: dict[Contestant, Placement] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(flags.rounds):
             for contestant in [*turns]:
@@ -49,11 +50,20 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                 turns[contestant].append(turn)
                 if profile is not None and profile.exists():
                     measured = profile_from_json(profile.read_text())
+                    placements[contestant] = measured.placement
                     costs.setdefault((measured.placement, measured.costs.has_vocabulary), measured.costs)
                     profile.unlink()
     baseline = next(tuple(own) for contestant, own in turns.items() if contestant.name == BASELINE)
     return [
-        TrainResult(each, tuple(own), baseline, flags, competition.args, _simulated_schedule(each, flags, costs))
+        TrainResult(
+            each,
+            tuple(own),
+            baseline,
+            flags,
+            competition.args,
+            # A training may have chosen another placement than its schedule has by default.
+            _simulated_schedule(each, flags, costs) if placements.get(each) in (None, each.placement) else None,
+        )
         for each, own in turns.items()
     ]
 

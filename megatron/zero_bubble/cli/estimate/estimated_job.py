@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import check_shards, plans_offload
 from megatron.zero_bubble.session.files import read_file, reading
-from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, SEEN_IN_COSTS, JobFlags
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.layout_choice import is_layout_open
 from megatron.zero_bubble.session.model_states import Parameters, ReplicaCounts, States
@@ -81,7 +81,8 @@ class EstimatedJob:
             raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
         if flags.profile is not None and profile is not None:
             with reading(f"argument --profile {flags.profile}"):
-                ignored = LAYOUT_SETTINGS if is_layout_open(training) else SEEN_IN_COSTS
+                # The costs of other stages are fitted, unless the kinds of a hybrid model's layers may differ.
+                ignored = {*LAYOUT_SETTINGS} - ({"hybrid_layer_pattern"} if not is_layout_open(training) else set())
                 model = {name: value for name, value in training.model.items() if name not in ignored}
                 profile.check_fits(profile.placement, model, training.recompute)
                 partition_of_profile(profile)  # raises an error for a damaged partition now
@@ -243,7 +244,7 @@ class EstimatedJob:
         if measured in ((placement, partition), of_ranks) and (profile.costs.has_vocabulary or not shards):
             costs = profile.costs if profile.placement == placement else profile.costs.split_ranks(placement)
             costs = costs if shards else costs.with_whole_vocabulary()
-        elif any(profile.costs.memory_d) and self.host_rate is None:
+        elif plans_offload(self.flags) and self.host_rate is None:
             raise ScheduleError("the profile has the copy times of another layout: give --host-bandwidth")
         else:
             units = fit_units(profile)

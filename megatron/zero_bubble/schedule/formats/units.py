@@ -19,7 +19,7 @@ _MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_bet
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _CHANGES_OF_MEMORY = ("memory_f", "memory_b", "memory_w")
 _MOST_RELEASED = 1.1
-"""Largest ratio of released to allocated memory; above 1, because a job measures each change of memory on its own."""
+"""Largest ratio of released to allocated memory; above 1, because a job takes medians over its ranks of each change."""
 _SMALLEST, _LARGEST = 1e-20, 1e20
 """Limits on the absolute value of a number other than 0."""
 
