@@ -82,9 +82,13 @@ def test_a_job_trains_across_both_nodes(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_a_job_that_is_interrupted_saves_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
-    """The job is preempted by one of higher priority, and later warned as before its time limit."""
+    """The job is preempted by one of higher priority, and later warned as before its time limit.
+
+    Iterations and checkpoints in its flags override those in its variables.
+    """
     interrupted, uninterrupted = tmp_path / "interrupted", tmp_path / "uninterrupted"
-    job = pretrain(cluster, interrupted, SCHEDULE="zb-2p")
+    given = ("--train-iters", str(ITERATIONS), f"--save={interrupted / 'checkpoints'}")
+    job = pretrain(cluster, interrupted, *given, SCHEDULE="zb-2p", TRAIN_ITERS="5", CHECKPOINTS=str(tmp_path / "other"))
     cluster.wait_until(lambda: iterations(interrupted) >= 10, "ten iterations")
     urgent = cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true", "--output=/dev/null")
     urgent.wait_for("COMPLETED")
