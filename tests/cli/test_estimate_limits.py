@@ -97,6 +97,15 @@ def test_recomputation_that_the_trainer_refuses_is_no_way_out(capsys):
     assert not any("nothing fits" in line for line in output)
 
 
+def test_a_named_schedule_keeps_to_the_given_limit():
+    """As in a job, although the name has a limit of its own."""
+    free, limited = (
+        estimate(job("--zero-bubble-schedule", "v-half", *limit), "v-half") for limit in ((), (LIMIT, "0.4"))
+    )
+    assert max(limited.activation_bytes) < max(free.activation_bytes)
+    assert limited.limit is not None
+
+
 def test_a_memory_limit_in_which_nothing_fits_is_named(capsys):
     limit = [LIMIT, "1KiB", "--zero-bubble"]
     assert main([*FOUR, "--schedule", "auto", "--", *JOB, *limit]) == 2

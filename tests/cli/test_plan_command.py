@@ -93,6 +93,13 @@ def test_a_limit_is_a_multiple_beside_the_states_or_bytes_or_none(costs, capsys)
     assert planned(capsys, "--costs", costs, *SIZE, "--memory-limit", "auto")["memory_limit"] is None
 
 
+def test_without_a_limit_a_plan_takes_more_memory_than_1f1b_if_that_is_faster(costs, capsys):
+    flags = ["--costs", costs, *SIZE, "--placement", "linear", "--vocabulary-parallel", "off", "--recompute", "none"]
+    limited, free = (planned(capsys, *flags, "--memory-limit", limit)["layouts"][0] for limit in ("1", "auto"))
+    assert free["time"] < limited["time"]
+    assert max(free["memory"]) > max(limited["memory"])
+
+
 @pytest.mark.parametrize(
     ("own", "placement"),
     [
@@ -222,6 +229,20 @@ def test_the_memory_limit_that_an_error_names_is_enough(costs, capsys, limit):
     enough = re.search(r"\(--memory-limit (\S+)\)$", capsys.readouterr().err.splitlines()[-1])
     assert enough is not None
     assert enough[1].endswith("B") == limit.endswith("B")
+    assert main([*flags, "--memory-limit", enough[1]]) == 0
+
+
+def test_a_multiple_is_enough_although_other_ranks_decide_at_larger_multiples(tmp_path, capsys):
+    """The embedding's states fill the first rank, and the last layers have all activations."""
+    heavy = replace(LAYER, memory_f=60, memory_b=-30, memory_w=-30, state=0)
+    light = replace(LAYER, state=0)
+    model = replace(MODEL, embedding=replace(MODEL.embedding, state=900), layers=(light,) * 6 + (heavy,) * 2)
+    file = tmp_path / "units.json"
+    file.write_text(units_to_json(model))
+    flags = ["--costs", str(file), *SIZE, "--placement", "v", "--recompute", "none", "--vocabulary-parallel", "off"]
+    assert main([*flags, "--memory-limit", "0.001"]) == 2
+    enough = re.search(r"\(--memory-limit (\S+)\)$", capsys.readouterr().err.splitlines()[-1])
+    assert enough is not None
     assert main([*flags, "--memory-limit", enough[1]]) == 0
 
 

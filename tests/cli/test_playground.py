@@ -19,7 +19,7 @@ from megatron.zero_bubble.cli.playground.pictures import facts
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, RUNTIME, START, write_site
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
-from megatron.zero_bubble.schedule import StageCosts, simulate
+from megatron.zero_bubble.schedule import HardwareQueues, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
@@ -92,6 +92,22 @@ def test_the_speed_is_that_over_1f1b():
     one, other = (simulate(generate(name, 4, 8), costs).cost for name in ("1f1b", "zb-h1"))
     flags = ["--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
     assert ask("picture", words=["--schedule=zb-h1", *SIZE, *flags])["figures"]["speed_up"] == one / other
+
+
+def test_the_speed_counts_the_time_of_one_iteration_in_the_same_conditions():
+    words = [*SIZE, "--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
+    costs = StageCosts.uniform(4, 10, 9, 7, 0.3)
+    figures = ask("picture", words=["--schedule=zb-2p", *words, "--post-validation", "--steps=3"])["figures"]
+    assert figures["speed_up"] == simulate(generate("1f1b", 4, 8), costs).makespan / figures["iteration_time"]
+    assert figures["speed_up"] > 1.2
+    for flags, options in (
+        (["--no-overlap-communication"], {"overlap_communication": False}),
+        (["--hardware-queues=1"], {"hardware_queues": HardwareQueues.ONE}),
+    ):
+        figures = ask("picture", words=["--schedule=zb-h1", *words, *flags])["figures"]
+        one = generate("1f1b", 4, 8)
+        baseline = simulate(lower(one) if "hardware_queues" in options else one, costs, **options)
+        assert figures["speed_up"] == baseline.makespan / figures["iteration_time"]
 
 
 def test_a_point_of_the_plot_is_that_of_memory_curve(capsys):

@@ -204,6 +204,27 @@ def test_generate_writes_what_validate_and_simulate_read(ok, tmp_path, lowered):
     assert [entry.name for entry in tmp_path.iterdir()] == ["schedule.json"]
 
 
+def test_validate_counts_messages_and_no_collectives(ok, tmp_path):
+    path = tmp_path / "shards.json"
+    flags = ["--schedule", "zb-h1", *SIZE, "--vocabulary-parallel", "4"]
+    ok("generate", *flags, "--lower", "--format", "json", "--output", path)
+    assert ok("validate", "--input", path).endswith(" 48 messages\n")
+
+
+def test_bubble_and_r_of_pairs_are_a_share_of_the_time(ok):
+    """A pair takes less time than its two operations, and so does a fused backward."""
+    times = ["--all-to-all-f", "0.3", "--all-to-all-b", "0.3", "--num-chunks", "2"]
+    found = json.loads(ok("simulate", "--schedule", "interleaved-pairs", *SIZE, *times, "--json"))
+    assert found["lost"] == pytest.approx(found["bubble_rate"])
+
+
+def test_the_gain_of_r_apart_is_told_of_one_iteration(ok):
+    flags = ["--schedule", "auto", *SIZE, "--recompute", "full", "--post-validation", "--json"]
+    one, three = (json.loads(ok("simulate", *flags, "--steps", steps))["cost_in_backward"] for steps in ("1", "3"))
+    assert one > 0
+    assert three is None
+
+
 def test_what_one_hardware_queue_costs(ok, tmp_path):
     """1F1B with its receives two ahead: nothing with many queues. As we lower it, nothing with one either."""
     path = tmp_path / "schedule.json"

@@ -110,6 +110,10 @@ BAD = {
     "memory-curve {size} --dial --time-d 1 --offload auto": "--offload: not allowed with --dial",
     "memory-curve {size} --host-bandwidth 25": "--host-bandwidth needs --costs FILE",
     "memory-curve {size} --step 0": "--step: must be above 0",
+    "simulate --schedule auto {size} --offload auto --memory-limit 2 --costs {tmp}/four.json --host-bandwidth 25": (
+        "--host-bandwidth needs memory in bytes, as in a profile"
+    ),
+    "simulate --input {tmp}/interlocked.json --lengths 1,2": "a schedule with post-validation is not simulated with",
     "memory-curve {size} --step 1e-9": "are too many: choose a larger --step",
     "memory-curve {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
     "memory-curve {size} --to 0.3 --from 0.2 --output {tmp}/new.svg": "nothing fits under any of these limits",

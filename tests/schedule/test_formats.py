@@ -24,6 +24,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_from_csv,
     schedule_from_json,
     schedule_from_pytorch_csv,
+    schedule_from_text,
     schedule_to_csv,
     schedule_to_grid,
     schedule_to_json,
@@ -50,12 +51,15 @@ def test_csv_round_trips(schedule):
     assert schedule_from_csv(schedule_to_csv(lower(schedule))) == schedule
 
 
-def test_a_spreadsheet_may_fill_the_rows_of_a_csv_with_empty_cells():
+def test_a_spreadsheet_may_fill_rows_quote_cells_and_separate_them_otherwise():
     schedule = generate("zb-h1", 2, 4)
     rows = [line.split(",") for line in schedule_to_csv(schedule).splitlines()]
     width = max(map(len, rows))
-    text = "".join(",".join([*row, *[""] * (width - len(row))]) + "\n" for row in rows) + "\n"
-    assert schedule_from_csv(text) == schedule
+    rows = [[*row, *[""] * (width - len(row))] for row in rows]
+    for separator in ",;\t":
+        assert schedule_from_text("".join(f"{separator.join(row)}\n" for row in rows) + "\n", "name") == schedule
+        quoted = "".join(separator.join(f'"{cell}"' for cell in row) + "\n" for row in rows)
+        assert schedule_from_text(quoted, "name") == schedule
 
 
 @settings(max_examples=60, deadline=None)

@@ -109,16 +109,22 @@ def capacity_of_multiple(
     """The memory capacity in which a multiple of 1F1B's activation memory fits on every rank.
 
     For each rank of Megatron's split, the function adds the memory of parameters, gradients and optimizer states to
-    `multiple` times the peak memory of activations; the capacity is the largest of these sums.
-
-    Args:
-        multiple: factor by which the peak memory of activations is multiplied.
-        is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
-            rank. If `is_interleaved` is false, or there are fewer microbatches than ranks, the peak memory of 1F1B is
-            multiplied, with one chunk per rank and as many layers on each rank as in `layout`.
+    `multiple` times the peak memory of activations; the capacity is the largest of these sums. See `memory_of_ranks`.
 
     Returns:
         The memory capacity, in the unit of the costs.
+    """
+    memory = memory_of_ranks(request, layout, is_interleaved=is_interleaved)
+    return max(state + multiple * activations for state, activations in memory)
+
+
+def memory_of_ranks(request: PlanRequest, layout: Layout, *, is_interleaved: bool = False) -> list[tuple[float, float]]:
+    """The memory of each rank under 1F1B: of parameters, gradients and optimizer states, and of activations (peak).
+
+    Args:
+        is_interleaved: whether the peak memory of interleaved 1F1B is multiplied if the layout has several chunks per
+            rank. If `is_interleaved` is false, or there are fewer microbatches than ranks, the peak memory of 1F1B is
+            multiplied, with one chunk per rank and as many layers on each rank as in `layout`.
     """
     request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement
@@ -128,5 +134,4 @@ def capacity_of_multiple(
     elif rest := request.num_microbatches % (size := request.group_size or placement.num_ranks):
         request = replace(request, num_microbatches=request.num_microbatches + size - rest)
     plan = _own(request, layout)
-    memory = zip(plan.states, plan.timeline.peak_memory, strict=True)
-    return max(state + multiple * activations for state, activations in memory)
+    return list(zip(plan.states, plan.timeline.peak_memory, strict=True))

@@ -121,13 +121,28 @@ class Prediction:
             times, is_same = self.megatrons.with_costs(self.profile.costs), self.megatrons.is_same_layout
             over = _KEEPS[self.recompute] if is_same else "1F1B on Megatron's split"
             return Gain(times / self.time, over, is_over_other_layout=not is_same)
-        costs = (self.baseline_costs or self.profile.costs).whole_ranks(self.schedule.placement)
-        costs = costs.with_vocabulary_in_weight_gradients()
-        if self.recompute is Recompute.FULL:
-            costs = costs.recomputing_in_backward()
-        one_f_one_b = generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches)
-        baseline = simulate(one_f_one_b, costs, lengths=self.lengths)
+        baseline = of_1f1b(self.timeline, self.schedule.num_microbatches, self.recompute, self.baseline_costs)
         return Gain(baseline.makespan / self.time, _KEEPS[self.recompute])
+
+
+def of_1f1b(
+    timeline: Timeline, num_microbatches: int, recompute: Recompute, costs: StageCosts | None = None
+) -> Timeline:
+    """Simulate 1F1B with the layers of each rank in a timeline, from `costs` or from the timeline's costs.
+
+    See `Prediction.gain`.
+    """
+    costs = (costs or timeline.costs).whole_ranks(timeline.schedule.placement).with_vocabulary_in_weight_gradients()
+    if recompute is Recompute.FULL:
+        costs = costs.recomputing_in_backward()
+    one_f_one_b = generate("1f1b", timeline.schedule.num_ranks, num_microbatches)
+    return simulate(
+        lower(one_f_one_b) if timeline.hardware_queues else one_f_one_b,
+        costs,
+        overlap_communication=timeline.overlap_communication,
+        hardware_queues=timeline.hardware_queues,
+        lengths=timeline.lengths,
+    )
 
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:

@@ -175,7 +175,8 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     costs = job.stage_costs(placement)
     states = tuple(map(job.bytes_of, job.parameters(placement)))
     limit = limits = None
-    if not entry.has_own_limit:
+    is_named = flags.schedule == name and flags.zero_bubble_memory_limit is not None
+    if not entry.has_own_limit or (entry.takes_limit and is_named):
         # As in training, the fullest rank determines all ranks' limit, which is negative if its states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks

@@ -11,12 +11,11 @@ from typing import Any
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
 from megatron.zero_bubble.cli.schedule.memory_curve import VARIANTS, curve_limits
-from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.prediction import of_1f1b
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Op, Schedule, ScheduleError, TimedOp, Timeline, critical_path
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Steps, causes, inputs, memory_over_time
 from megatron.zero_bubble.schedule.draw.palette import colour_of_rank, fill_of, is_dark
-from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.formats.json_format import short_integer
 from megatron.zero_bubble.schedule.formats.pytorch import placement_of
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
@@ -74,10 +73,10 @@ def _curve_limits(recompute: Recompute) -> list[float]:
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
     """Return the simulation of a schedule for the page: the values that the command prints, and data to draw."""
     timeline = figures.timeline
-    profile = Profile(timeline.schedule.placement, timeline.costs, 0, {})
-    baseline = Prediction(profile, timeline.schedule, recompute, lengths=timeline.lengths)
+    baseline = of_1f1b(timeline, figures.schedule.num_microbatches, recompute)
     drawn = _drawn(timeline, figures.steps)
-    return {**drawn, "unit": unit, "figures": {**figures.as_json(), "speed_up": baseline.gain.times}}
+    speed_up = baseline.makespan / figures.iteration_time
+    return {**drawn, "unit": unit, "figures": {**figures.as_json(), "speed_up": speed_up}}
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:

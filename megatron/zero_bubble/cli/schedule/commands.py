@@ -30,6 +30,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_pytorch_csv,
 )
 from megatron.zero_bubble.schedule.host_link import offloaded_share
+from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
@@ -133,7 +134,7 @@ def prove(flags: ValidateFlags) -> None:
     lowered = schedule if schedule.is_lowered else lower(schedule)
     validate(lowered)
     num_ops = sum(len(list(schedule.compute_ops(rank))) for rank in range(schedule.num_ranks))
-    num_messages = (sum(map(len, lowered.ops)) - num_ops) // 2
+    num_messages = sum(op.kind in SENDS for ops in lowered.ops for op in ops)
     sizes = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     flags.deliver(
         {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": num_messages},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron.zero_bubble.schedule.default_costs import DROPPED, with_host_link
 from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.files import read_file, reading
@@ -56,7 +57,8 @@ class ScheduleFigures:
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
-    """Cost of the schedule with R inside B, as in megatron-core; None unless all activations are recomputed."""
+    """Cost of the schedule with R inside B, as in megatron-core; None unless one iteration is simulated, and all
+    activations are recomputed."""
 
     @property
     def gain(self) -> float:
@@ -66,9 +68,10 @@ class ScheduleFigures:
     @property
     def lost(self) -> float:
         """Fraction of the schedule's cost (the longest span of a rank) that is bubble or recomputation."""
-        costs, placement = self.timeline.costs, self.schedule.placement
-        works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
-        return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
+        recomputing = (
+            sum(timed.end - timed.start for timed in lane if timed.op.kind is OpKind.R) for lane in self.timeline.lanes
+        )
+        return float(1 - max(map(sub, self.timeline.work, recomputing)) / self.timeline.cost)
 
     @property
     def recomputed(self) -> float:
@@ -176,7 +179,7 @@ def simulated_figures(
         without,
         max(timeline.work),
         generation_seconds,
-        _cost_in_backward(schedules[1], timeline),
+        None if steps > 1 else _cost_in_backward(schedules[1], timeline),
     )
 
 
@@ -225,6 +228,11 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
                 f"{placement.num_ranks} needs {' or '.join(map(str, sizes))}"
             )
         if flags.host_bandwidth is not None:
+            if not is_profile(_text_of(flags.costs)):
+                raise ScheduleError(
+                    f"argument --host-bandwidth needs memory in bytes, as in a profile; --costs {flags.costs} is none: "
+                    "give --time-d"
+                )
             costs = with_host_link(costs, flags.host_bandwidth * BYTES_PER_MS)
     ranks = costs.whole_ranks(placement)
     m_b = max(ranks.memory_f)

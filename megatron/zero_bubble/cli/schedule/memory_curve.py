@@ -146,8 +146,10 @@ def _sentences(
             yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
     known = {curve.variant for curve in curves}
     if left_out := [variant for variant in VARIANTS if variant not in known]:
-        more = "profile a run that recomputes, and give --host-bandwidth"
-        yield f"left out: {', '.join(left_out)}, which {flags.costs} has no costs for: {more}"
+        needed = "--memory-r, --time-d and --memory-d above 0"
+        if flags.costs is not None:
+            needed = f"more than {flags.costs} has: profile a run that recomputes, and give --host-bandwidth"
+        yield f"left out: {', '.join(left_out)}, which need {needed}"
 
 
 def _curves_as_json(flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve]) -> str:

@@ -77,6 +77,8 @@ def figures_of_source(flags: SimulationFlags, **options: Any) -> ScheduleFigures
             f"argument --lengths: expected {schedule.num_microbatches} numbers, one for each microbatch, got "
             f"{len(flags.lengths)}"
         )
+    if flags.lengths and schedule.has_post_validation:
+        raise ScheduleError("argument --lengths: a schedule with post-validation is not simulated with lengths")
     return simulated_figures(
         flags,
         schedule,

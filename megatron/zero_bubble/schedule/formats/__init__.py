@@ -1,5 +1,7 @@
 """Schedules and costs as text: JSON, a CSV grid for people and spreadsheets, and PyTorch's CSV dialect."""
 
+import re
+
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
 from megatron.zero_bubble.schedule.formats.json_format import (
@@ -53,7 +55,7 @@ def schedule_from_text(text: str, name: str) -> Schedule:
     start = text.lstrip()
     if start.startswith(("{", "[")):
         return schedule_from_json(text)
-    if start.startswith("schedule,"):
+    if re.match('"?schedule"?[,;\t]', start):
         return schedule_from_csv(text)
     return schedule_from_pytorch_csv(text, name=name)
 

@@ -93,7 +93,9 @@ def schedule_from_csv(text: str) -> Schedule:
         ScheduleError: the text is not in the format of `schedule_to_csv`.
     """
     try:
-        rows = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
+        # Spreadsheets write the separator of the user's language, and may quote all cells.
+        separator = next((character for character in text.partition("\n")[0] if character in ",;\t"), ",")
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=separator, strict=True) if row]
     except csv.Error as error:
         raise ScheduleError(f"not CSV: {error}") from None
     # A spreadsheet makes all rows equally long, and may end them with empty cells.
