@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.zero_bubble.planner import generate, names
-from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule import StageCosts, with_post_validation
 from megatron.zero_bubble.schedule.formats import (
     costs_to_json,
     schedule_to_json,
@@ -131,6 +131,8 @@ def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
     (tmp_path / "future.json").write_text(future)
     (tmp_path / "right.json").write_text(schedule_to_json(generate("1f1b", 2, 2)))
+    interlocked = with_post_validation(generate("zb-h1", 2, 2), StageCosts.uniform(2))
+    (tmp_path / "interlocked.json").write_text(schedule_to_json(interlocked))
     (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")
     (tmp_path / "folder.svg").mkdir()
     before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()}

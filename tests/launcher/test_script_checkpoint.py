@@ -172,3 +172,25 @@ def test_a_step_without_a_checkpoint_is_refused(folder: Path) -> None:
     (folder / "iter_0000002").mkdir()
     with pytest.raises(SessionError, match=r"^--ckpt-step 5: --load .* has no such iteration \(it has 2, 4\)$"):
         checkpoint_of(folder, ckpt_step=5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "script", "keeps"),
+    [
+        ({"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": False}, {}, True),
+        ({"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}, {}, False),
+        ({"use_distributed_optimizer": False, "dist_ckpt_optim_fully_reshardable": False}, {}, False),
+        (
+            {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": False},
+            {"no_load_optim": True},
+            False,
+        ),
+        ({"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": False}, {"finetune": True}, False),
+    ],
+)
+def test_states_of_a_distributed_optimizer_may_fit_no_other_layout(
+    reads: mock.Mock, folder: Path, saved: dict[str, bool], script: dict[str, bool], keeps: bool
+) -> None:
+    """Megatron-LM shards them by the buckets of DDP, unless the saved job had a flag."""
+    reads.side_effect = lambda script, load_arg: (script, Namespace(**saved))
+    assert checkpoint_of(with_shards(folder), ckpt_format="torch_dist", **script).keeps_optimizers_layout is keeps

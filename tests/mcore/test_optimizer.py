@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
@@ -56,6 +57,20 @@ def test_what_steps_in_another_way_is_refused():
         refuse_optimizer(StepsThePartsOfOthers([part()]))
     with pytest.raises(ValueError, match=r"^grad_norm_skip_threshold is not supported"):
         refuse_optimizer(part(grad_norm_skip_threshold=10.0))
+
+
+def test_a_step_that_tensor_ranks_take_together_is_refused(monkeypatch):
+    """A rank decides alone whether it steps, as Muon's other modes do not allow."""
+    muon = part()
+    for mode, num_ranks in (("blockwise", 2), ("duplicated", 1)):
+        muon.optimizer.tp_mode = mode
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: num_ranks)  # noqa: B023
+        refuse_optimizer(muon)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    with pytest.raises(
+        ValueError, match=r"^SGD of mode duplicated is not supported .*: give --muon-tp-mode blockwise$"
+    ):
+        refuse_optimizer(muon)
 
 
 def adam(*parameters: torch.nn.Parameter) -> FP32Optimizer:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -86,6 +87,15 @@ def test_the_step_after_a_failed_step_has_the_gradients_of_any_step(args: Argume
     for _ in range(2):
         assert all(map(torch.equal, gradients(args, run, chunk), expected))
     run.close()
+
+
+def test_a_step_with_iterators_for_other_chunks_is_refused_before_it_begins(args: Arguments) -> None:
+    plan, store = RunSchedules.named("zb-h1", 1), WeightGradStore()
+    (chunk,) = rank_model(args, plan.placement, 0, store)
+    run = ForwardBackward(plan, store)
+    with pytest.raises(ForwardStepError, match="data_iterator has 2 iterators for 1 model chunks: give one for each"):
+        gradients(args, run, chunk, data=[microbatches(args), microbatches(args)])
+    assert run.position() is None
 
 
 def test_a_pipeline_of_several_ranks_takes_no_step_after_a_failed_step(args: Arguments) -> None:

@@ -179,6 +179,7 @@ class WithAnotherLoss(GPTModel):
         (lambda model: setattr(model.output_layer, "__class__", Capped), "ColumnParallelLinear .Capped. has a forward"),
         (lambda model: setattr(model.embedding.word_embeddings, "__class__", Scaled), ".Scaled. has a forward of its"),
         (lambda model: setattr(model, "__class__", WithAnotherLoss), "a compute_language_model_loss of its own"),
+        (lambda model: setattr(model, "_postprocess", print), "has a _postprocess of its own"),
         (lambda model: model.output_layer.register_forward_hook(print), "ColumnParallelLinear has hooks"),
         (lambda model: model.embedding.word_embeddings.weight.register_hook(print), "VocabParallelEmbedding has hooks"),
         (lambda model: setattr(model.output_layer, "bias", torch.nn.Parameter(torch.zeros(128))), "has a bias"),

@@ -32,8 +32,9 @@ def test_constants_are_the_same_in_every_microbatch():
         ((X, {"labels": list(range(8))}), "list of 8"),
         (({"x": X, "weights": [0.5] * 8}, X), "list of 8"),
         ((X, range(8)), "range of 8"),
+        ((X, (X, tuple("abcdefgh"))), "tuple of 8"),
     ],
-    ids=["array", "list", "inputs", "range"],
+    ids=["array", "list", "inputs", "range", "strings"],
 )
 def test_samples_that_are_no_tensor_are_refused(batch, what):
     message = f"a batch contains a {what}, which is not split: give a tensor, or an iterator of microbatches"

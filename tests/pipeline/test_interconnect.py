@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble import Pipeline
-from megatron.zero_bubble.pipeline.interconnect import connect_ranks
+from megatron.zero_bubble.pipeline.interconnect import Agreement, connect_ranks
 from tests.ranks import run_on_ranks
 from tests.trainings import process_group
 
@@ -65,5 +65,17 @@ def test_the_default_device_is_a_gpu_if_the_group_uses_nccl_for_gpus(monkeypatch
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert connect_ranks().device == torch.device(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_outside_of_the_group_is_told_so_and_torchs_default_device_does_not_matter():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"^this rank is not a member of the group of the pipeline"):
+            connect_ranks(dist.GroupMember.NON_GROUP_MEMBER)
+        agreement = Agreement(connect_ranks())
+        with torch.device("meta"):
+            assert agreement.gather("value") == ["value"]
     finally:
         dist.destroy_process_group()

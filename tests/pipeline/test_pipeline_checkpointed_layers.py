@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_threads import gradients_of, merged, pipelines, run_in_one_process
-from small_layers import assert_equal, stack
+from rank_threads import errors_on_ranks, gradients_of, merged, pipeline_of, pipelines, run_in_one_process
+from small_layers import WIDTH, assert_equal, stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.zero_bubble import LayerSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 
 
@@ -176,3 +177,25 @@ def test_a_part_of_a_parameter_may_pass_between_stages_with_and_without_a_gradie
 
     arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [1], **arguments}
     assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
+
+
+class PassesOn(nn.Module):
+    def forward(self, x):
+        return x, x.exp()  # whose backward needs the result only
+
+
+class ChangesInPlace(nn.Module):
+    def forward(self, pair):
+        return pair[0].add_(1) * pair[1]
+
+
+def test_an_input_that_a_later_layer_changes_cannot_be_recomputed_from():
+    layers = [nn.Linear(WIDTH, WIDTH), LayerSpec(PassesOn, checkpoint=True), ChangesInPlace(), nn.Linear(WIDTH, WIDTH)]
+    batch = stack(2)[1]
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [3]}
+        pipeline_of(layers, nn.functional.mse_loss, interconnect, **arguments).train_batch(batch)
+
+    for error in errors_on_ranks(2, train):
+        assert "a later layer has changed the input of a checkpointed layer in place: change a copy" in str(error)

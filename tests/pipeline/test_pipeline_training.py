@@ -124,6 +124,45 @@ def test_evaluation_leaves_no_trace_and_sizes_may_change_between_steps():
     pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-v", num_microbatches=4, partition="uniform")
 
 
+class Merged(nn.Linear):
+    """Merges an adapter into its weight in evaluation, and takes it out again in training, as loralib's layers do."""
+
+    is_merged = False
+
+    def train(self, mode=True):
+        if self.is_merged == mode:
+            self.weight.data *= 0.5 if mode else 2
+            self.is_merged = not mode
+        return super().train(mode)
+
+
+def test_evaluation_calls_the_train_of_a_layer_on_both_ways():
+    layers, batch = [Merged(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).eval()], stack(2)[1]
+
+    def use(pipeline):
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        modes = [module.training for module in pipeline.modules()]
+        pipeline.eval_batch(batch)
+        assert_equal(before, pipeline.state_dict())
+        assert [module.training for module in pipeline.modules()] == modes
+
+    pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-h1", num_microbatches=4, partition=[1])
+
+
+def test_the_type_of_the_parameters_may_change_between_evaluations():
+    layers = [nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    batch = torch.arange(8), torch.randn(8, WIDTH)
+
+    def use(pipeline):
+        first = pipeline.eval_batch(batch)
+        pipeline.double()
+        assert pipeline.eval_batch((batch[0], batch[1].double())).dtype is torch.float64
+        pipeline.float()
+        assert torch.equal(pipeline.eval_batch(batch), first)
+
+    pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-h1", num_microbatches=4, partition=[1])
+
+
 def test_layers_may_be_frozen_and_thawed_between_steps():
     layers, batch = stack(2)
     model = nn.Sequential(*copy.deepcopy(layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -32,6 +32,9 @@ WITHOUT_COSTS = re.compile(
 def test_a_job_ends_at_the_next_multiple_of_the_exit_interval() -> None:
     flags = JobFlags(train_iters=10, exit_interval=4)
     assert [flags.num_iterations(start) for start in range(11)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1, 0]
+    of_samples = replace(flags, train_iters=None)  # as with --train-samples
+    assert [of_samples.num_iterations(start) for start in range(5)] == [4, 3, 2, 1, 4]
+    assert replace(of_samples, exit_interval=None).num_iterations(0) is None
 
 
 def test_a_profile_tells_every_setting_that_is_off_by_default_and_costs_time() -> None:

@@ -99,6 +99,15 @@ class ScriptCheckpoint:
             kind = _RESHARDED if has_shards else "torch" if kind == _RESHARDED else kind
         return None if kind == _RESHARDED else kind
 
+    @property
+    def keeps_optimizers_layout(self) -> bool:
+        """Whether the script loads states of a distributed optimizer that fit only the layout of the saved job."""
+        saved = self.arguments
+        if not self.is_continued or getattr(self.script, "no_load_optim", False) or saved is None:
+            return False
+        is_resharded = getattr(saved, "dist_ckpt_optim_fully_reshardable", True)
+        return getattr(saved, "use_distributed_optimizer", False) and not is_resharded
+
     @cached_property
     def arguments(self) -> Namespace | None:
         """The checkpoint's arguments; None if the checkpoint has no arguments. The first access is a collective call.

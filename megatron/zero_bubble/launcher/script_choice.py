@@ -231,6 +231,11 @@ def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> s
         return f"with {flag_name(name)} no other layout is known to work"
     if checkpoint is not None and (kind := checkpoint.other_format) is not None:
         return f"the checkpoint in {checkpoint} has the format {kind}, which fits no other layout"
+    if checkpoint is not None and checkpoint.keeps_optimizers_layout:
+        return (
+            f"the optimizer's states in {checkpoint} fit no other layout: save with "
+            "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+        )
     return None
 
 

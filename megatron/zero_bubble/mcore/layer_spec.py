@@ -118,7 +118,7 @@ def _completed_local_layer(
     if _needs_local_norm(config):
         layer.submodules.input_layernorm = LocalNorm
         layer.submodules.pre_mlp_layernorm = LocalNorm
-        if config.qk_layernorm:
+        if config.qk_layernorm and not getattr(config, "qk_l2_norm", False):
             for name in _NORMS_IN_ATTENTION & vars(inside).keys():
                 setattr(inside, name, LocalNorm)
     return layer

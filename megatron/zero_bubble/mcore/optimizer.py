@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as base
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -54,6 +55,14 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
             raise ValueError(f"megatron-core's optimizer {type(part).__name__} is not supported")
         if getattr(part.config, "grad_norm_skip_threshold", math.inf) < math.inf:
             raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")
+    for each in torch_optimizers(optimizer):
+        # A tensor rank decides alone whether it steps, and these modes exchange tensors in the step.
+        mode = getattr(each, "tp_mode", None) or "blockwise"
+        if mode != "blockwise" and parallel_state.get_tensor_model_parallel_world_size() > 1:
+            raise ValueError(
+                f"{type(each).__name__} of mode {mode} is not supported with several tensor-parallel ranks: give "
+                "--muon-tp-mode blockwise"
+            )
 
 
 def allocate_states(optimizer: MegatronOptimizer) -> None:

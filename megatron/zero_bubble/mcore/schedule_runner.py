@@ -16,6 +16,7 @@ from megatron.zero_bubble.mcore.fully_sharded import fully_sharded
 from megatron.zero_bubble.mcore.microbatch_orders import StepPlans
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.step_call import StepCall, refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
@@ -160,6 +161,10 @@ class ForwardBackward:
         refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
         self._prepare(call)
         iterators, decision = call.data_iterators, None
+        if len(iterators) != len(call.chunks):
+            raise ForwardStepError(
+                f"data_iterator has {len(iterators)} iterators for {len(call.chunks)} model chunks: give one for each"
+            )
         if not call.forward_only and self.step_plans.are_made(call.config):
             decision, iterators = self.step_plans.decide(self._num_steps + 1, call)
         executor = self.running.executor(

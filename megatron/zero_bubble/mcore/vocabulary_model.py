@@ -263,10 +263,20 @@ def why_not_replaced(first: Any, last: Any) -> str | None:
             return f"the model's {usual} has a bias or a parametrized weight"
         if not all(weight.requires_grad for weight in layer.parameters()):
             return f"the model's {usual} is frozen"
-    loss = "compute_language_model_loss"
-    if last is not None and (loss in vars(last) or getattr(type(last), loss) is not getattr(GPTModel, loss)):
-        return f"the model ({type(last).__name__}) has a {loss} of its own"
+    for name in _BEHIND_LAYERS:
+        usual = getattr(GPTModel, name, None)
+        if last is not None and usual is not None and not _has_method_of(last, name, DECODER_MODELS):
+            return f"the model ({type(last).__name__}) has a {name} of its own"
     return None
+
+
+_BEHIND_LAYERS = ("compute_language_model_loss", "_scale_logits", "_postprocess")
+"""Methods of megatron-core's models, in some versions, that compute with the layers' output or with the logits."""
+
+
+def _has_method_of(model: Any, name: str, kinds: Sequence[type]) -> bool:
+    own = getattr(type(model), name, None)
+    return name not in vars(model) and own in (None, *(getattr(kind, name, None) for kind in kinds))
 
 
 def _describe(weight: torch.Tensor) -> _Weight:

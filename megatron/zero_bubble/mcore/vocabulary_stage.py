@@ -208,6 +208,8 @@ class VocabularyStep:
     ) -> tuple[Any, Any]:
         """Run the forward step of the last stage, and keep the returned loss function for the loss operation L."""
         call = record_call(forward_step, data_iterator, model, _FLAG)
+        if call.keywords.get("output_processor") is not None:
+            raise ForwardStepError(f"{_FLAG} computes the loss itself: the forward step may give no output_processor")
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
 

@@ -91,7 +91,9 @@ def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
     """
 
     def is_column(node: Any) -> bool:
-        return isinstance(node, list) and len(node) in num_samples and all(isinstance(each, Constant) for each in node)
+        # A tuple of numbers may be a size; torch's `default_collate` makes tuples of strings.
+        kinds: Any = Constant if isinstance(node, list) else str if isinstance(node, tuple) else ()
+        return kinds != () and len(node) in num_samples and all(isinstance(each, kinds) for each in node)
 
     for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
         if not isinstance(leaf, Sized) or isinstance(leaf, torch.Tensor | str | bytes):

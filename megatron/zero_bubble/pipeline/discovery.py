@@ -125,7 +125,7 @@ class StepMessages:
             for key, copies in self._tied.items()
             for copy in copies.values()
         )
-        return _Description(f"{form!r} {autocast} {self._stage.trained_parameters()}", vary, tied)
+        return _Description(f"{form!r} {autocast} {self._stage.described_parameters()}", vary, tied)
 
     def _discover(self) -> dict[int, MessageSpec]:
         """Return stage -> spec of the message that the stage sends to the next stage; a collective call of all ranks.

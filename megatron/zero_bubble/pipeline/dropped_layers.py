@@ -67,6 +67,7 @@ class _DroppedCall:
     def run(self, tensors: tuple[torch.Tensor, ...], needs_gradient: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Compute F of the layer, and keep the layer's inputs and the states of the random number generators for R."""
         self._inputs, self._needs_gradient = tensors, needs_gradient
+        self._versions = versions_of(list(tensors))
         self._random_state, self._device_states = torch.get_rng_state(), get_device_states(*tensors)
         with torch.no_grad(), self._autocast.forward(keeps_casts=False):
             # Detached, because a view of an input that needs a gradient would need one, too, but has no graph.
@@ -79,6 +80,8 @@ class _DroppedCall:
 
     def recompute(self) -> None:
         """Compute R of the layer: repeat F with the same inputs and random states, and record an autograd graph."""
+        if versions_of(list(self._inputs)) != self._versions:
+            raise ValueError("a later layer has changed the input of a checkpointed layer in place: change a copy")
         pairs = zip(self._inputs, self._needs_gradient, strict=True)
         self._inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         devices, states = self._device_states

@@ -91,6 +91,8 @@ def connect_ranks(
     """
     if not dist.is_initialized():
         raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group of the pipeline: give the group that has this rank")
     if device is None:
         # A group may have one backend for each type of device, and no single name.
         uses_gpu = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group).split(",")
@@ -142,11 +144,12 @@ class Agreement:
         except Exception as error:
             pickled = pickle.dumps(_Unsendable(f"{type(error).__name__}: {one_line(error)}"))
         data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
-        self._collectives.gather_all(torch.tensor([len(data)]), sizes)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        # On the host, whatever torch's default device is.
+        sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64, device=HOST)
+        self._collectives.gather_all(torch.tensor([len(data)], device=HOST), sizes)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=HOST)
         padded[: len(data)] = data
-        gathered = torch.zeros(self._collectives.size, len(padded), dtype=torch.uint8)
+        gathered = torch.zeros(self._collectives.size, len(padded), dtype=torch.uint8, device=HOST)
         self._collectives.gather_all(padded, gathered)
         values = [
             pickle.loads(row[:size].numpy().tobytes())

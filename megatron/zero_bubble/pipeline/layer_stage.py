@@ -62,9 +62,8 @@ class LayerStage:
         self.stages = placement.stages_of(rank)
         self._last = placement.num_stages - 1
         self._loss_fn, self.device = loss_fn, device
-        self._changes_input: set[int] = set()
+        self._changes_input, self._has_run_backward = set[int](), set[int]()
         self._changes_target = False
-        self._has_run_backward: set[int] = set()
         self.validate: Callable[[], bool]
         """Function that validates the last optimizer step, if post-validation is used; see `SteppingStage.validate`."""
         self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
@@ -96,9 +95,9 @@ class LayerStage:
         self._sent, self._shapes_vary = sent, shapes_vary
         self._expected = {stage: spec.announced() if shapes_vary else spec for stage, spec in sent.items()}
 
-    def trained_parameters(self) -> list[bool]:
-        """Return `requires_grad` of this rank's parameters; the values decide which gradients the stages exchange."""
-        return [parameter.requires_grad for parameters in self._parameters for parameter in parameters]
+    def described_parameters(self) -> list[tuple[bool, torch.dtype]]:
+        """Return `requires_grad` and type of this rank's parameters, which decide what messages the stages exchange."""
+        return [(each.requires_grad, each.dtype) for parameters in self._parameters for each in parameters]
 
     def forget_forwards(self) -> None:
         """Discard the losses, the failures and the gradients' shapes that this step's forwards have recorded."""
@@ -260,7 +259,9 @@ class LayerStage:
                     )
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
-            if is_needed(self.device) and chunk not in self._has_run_backward:
+            # A backward would add to the gradients of inputs that the user differentiates.
+            is_apart = message is not None or not StageMessage.of(inputs).differentiable
+            if is_needed(self.device) and is_apart and chunk not in self._has_run_backward:
                 self._has_run_backward.add(chunk)
                 run_first_backward(value, own, self.device)
         try:

@@ -214,13 +214,14 @@ class Pipeline(PartialModel):
         # Buffers of messages and states of the optimizer, which later steps use, must not become inference tensors.
         with torch.inference_mode(False):
             self._validate()
-            training = [module for module in self.modules() if module.training]
+            modes = {module: module.training for module in self.modules()}
             self.eval()
             try:
                 return self._steps.evaluate(self._load(batch))
             finally:
-                for module in training:
-                    module.training = True
+                self.train(modes[self])  # a module may do more in `train` than set its mode
+                for module, is_training in modes.items():
+                    module.training = is_training
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Validate the last training step; return the state of this rank's layers like `torch.nn.Module.state_dict`."""

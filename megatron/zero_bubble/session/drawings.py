@@ -60,6 +60,9 @@ class TimelineWriter:
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
+        if not all(from_all_ranks(bool(self._ops), group)):  # Megatron-LM has skipped an iteration.
+            print_rank_0(f" > --zero-bubble-timeline: iteration {iteration} is not drawn, because it was not recorded")
+            return
         self._source.observer.flush()
         if self._offset is None:
             self._offset = clock_offset(group) - self._source.observer.lag()

@@ -58,3 +58,8 @@ class HybridPattern:
     def whole(self) -> HybridPattern:
         """The pattern with all of its layers in one stage."""
         return self.divided([len(self.symbols)])
+
+
+def undivided(pattern: str | None) -> str | None:
+    """Return the text of a layer pattern without the marks between stages; None without a pattern."""
+    return None if pattern is None else str(HybridPattern.parse(pattern).whole())

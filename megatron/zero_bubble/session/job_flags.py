@@ -212,12 +212,10 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     def num_iterations(self, start: int) -> int | None:
         """Maximum number of iterations of a job that continues after iteration `start`; None without a limit."""
-        if self.train_iters is None:
-            return None
-        left = self.train_iters - start
+        limits = [] if self.train_iters is None else [self.train_iters - start]
         if self.exit_interval:
-            left = min(left, self.exit_interval - start % self.exit_interval)
-        return max(0, left)
+            limits.append(self.exit_interval - start % self.exit_interval)
+        return max(0, min(limits)) if limits else None
 
 
 def _model_of(source: object) -> dict[str, Setting]:

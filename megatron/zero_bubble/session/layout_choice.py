@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import may_spread
 from megatron.zero_bubble.session.flags import CHUNK_FLAGS, flag_name, limit_flag
-from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.hybrid_pattern import undivided
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import (
     WITHOUT_PARTITION,
@@ -184,7 +184,7 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
-    same = same and _undivided(chosen[_PATTERN]) == _undivided(flags.hybrid_layer_pattern)
+    same = same and undivided(chosen[_PATTERN]) == undivided(flags.hybrid_layer_pattern)
     others = {name: value for name, value in chosen.items() if name != _PATTERN}
     allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in others.items())
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
@@ -208,10 +208,6 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
 def _limited_by(flags: JobFlags) -> list[Any]:
     model = {name: value for name, value in flags.given_model.items() if name not in LAYOUT_SETTINGS}
     return [model, *(getattr(flags, name) for name in _LIMITED_BY)]
-
-
-def _undivided(pattern: str | None) -> str | None:
-    return None if pattern is None else str(HybridPattern.parse(pattern).whole())
 
 
 def _request(

@@ -13,6 +13,7 @@ from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.features import advice_on_post_validation
 from megatron.zero_bubble.session.files import read_file, reading, write_file
 from megatron.zero_bubble.session.flags import limit_flag
+from megatron.zero_bubble.session.hybrid_pattern import undivided
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, SEEN_IN_COSTS, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
@@ -168,6 +169,10 @@ def given_profile(flags: JobFlags) -> Profile | None:
         profile = profile_from_json(read_file(flags.zero_bubble_profile_input))
         model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
         profile.check_fits(profile.placement, model)
+        measured = profile.model.get("hybrid_layer_pattern")
+        theirs, ours = undivided(None if measured is None else str(measured)), undivided(flags.hybrid_layer_pattern)
+        if theirs != ours:
+            raise ScheduleError(f"the profile was measured with hybrid_layer_pattern {theirs}, this run has {ours}")
         partition_of_profile(profile)  # raises an error for a damaged partition now
     return profile
 
