@@ -59,11 +59,12 @@ def test_what_steps_in_another_way_is_refused():
         refuse_optimizer(part(grad_norm_skip_threshold=10.0))
 
 
-def test_a_step_that_tensor_ranks_take_together_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["tp_mode", "mode"])
+def test_a_step_that_tensor_ranks_take_together_is_refused(monkeypatch, name):
     """A rank decides alone whether it steps, as Muon's other modes do not allow."""
     muon = part()
     for mode, num_ranks in (("blockwise", 2), ("duplicated", 1)):
-        muon.optimizer.tp_mode = mode
+        setattr(muon.optimizer, name, mode)
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: num_ranks)  # noqa: B023
         refuse_optimizer(muon)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)

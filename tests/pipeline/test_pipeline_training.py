@@ -137,7 +137,7 @@ class Merged(nn.Linear):
 
 
 def test_evaluation_calls_the_train_of_a_layer_on_both_ways():
-    layers, batch = [Merged(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).eval()], stack(2)[1]
+    layers, batch = [Merged(WIDTH, WIDTH), Merged(WIDTH, WIDTH).eval()], stack(2)[1]
 
     def use(pipeline):
         before = {name: value.clone() for name, value in pipeline.state_dict().items()}

@@ -102,11 +102,13 @@ class ScriptCheckpoint:
     @property
     def keeps_optimizers_layout(self) -> bool:
         """Whether the script loads states of a distributed optimizer that fit only the layout of the saved job."""
-        saved = self.arguments
-        if not self.is_continued or getattr(self.script, "no_load_optim", False) or saved is None:
+        loads_states = self.is_continued and self._iteration != "release"
+        if not loads_states or getattr(self.script, "no_load_optim", False) or (saved := self.arguments) is None:
             return False
-        is_resharded = getattr(saved, "dist_ckpt_optim_fully_reshardable", True)
-        return getattr(saved, "use_distributed_optimizer", False) and not is_resharded
+        if getattr(saved, "no_save_optim", False) or getattr(saved, "dist_ckpt_optim_fully_reshardable", True):
+            return False
+        names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+        return any(getattr(saved, name, False) for name in names)
 
     @cached_property
     def arguments(self) -> Namespace | None:

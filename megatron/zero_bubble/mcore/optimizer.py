@@ -57,7 +57,7 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
             raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")
     for each in torch_optimizers(optimizer):
         # A tensor rank decides alone whether it steps, and these modes exchange tensors in the step.
-        mode = getattr(each, "tp_mode", None) or "blockwise"
+        mode = getattr(each, "tp_mode", None) or getattr(each, "mode", None) or "blockwise"  # `mode` until 0.17
         if mode != "blockwise" and parallel_state.get_tensor_model_parallel_world_size() > 1:
             raise ValueError(
                 f"{type(each).__name__} of mode {mode} is not supported with several tensor-parallel ranks: give "

@@ -24,6 +24,8 @@ def is_needed(device: torch.device) -> bool:
 def run_first_backward(value: Any, parameters: Collection[nn.Parameter], device: torch.device) -> None:
     """Run the backward of a stage's output `value`, and drop the gradients.
 
+    Not to be called if the user differentiates the stage's inputs, to whose gradients the backward would add.
+
     Nothing runs if a parameter has a hook, which may count gradients or take a step; hooks of modules and of other
     tensors run. An error is not reported, because the backward of the step reports it.
     """

@@ -232,6 +232,8 @@ class LayerStage:
         with without_trace(self._restored_modules, self.device), self.autocast.forward():
             inputs = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
             value, before = inputs, versions_of(inputs)
+            is_apart = message is not None or not StageMessage.of(inputs).differentiable
+            runs_backward = is_needed(self.device) and is_apart and chunk not in self._has_run_backward
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
             seen: set[Any] = set()
             for layer in self.chunks[chunk]:
@@ -259,9 +261,7 @@ class LayerStage:
                     )
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
-            # A backward would add to the gradients of inputs that the user differentiates.
-            is_apart = message is not None or not StageMessage.of(inputs).differentiable
-            if is_needed(self.device) and is_apart and chunk not in self._has_run_backward:
+            if runs_backward:
                 self._has_run_backward.add(chunk)
                 run_first_backward(value, own, self.device)
         try:

@@ -202,8 +202,9 @@ def clone_tensors(value: Any) -> Any:
 
 
 def versions_of(value: Any) -> list[int]:
-    """Return how often each tensor in `value` was changed in place."""
-    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """Return how often each tensor in `value` was changed in place; inference tensors do not count."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _with_one_nan(template: Any) -> Any:

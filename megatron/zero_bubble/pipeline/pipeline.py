@@ -219,7 +219,10 @@ class Pipeline(PartialModel):
             try:
                 return self._steps.evaluate(self._load(batch))
             finally:
-                self.train(modes[self])  # a module may do more in `train` than set its mode
+                # A module may do more in `train` than set its mode; parents come before their children.
+                for module, is_training in modes.items():
+                    if module.training != is_training:
+                        module.train(is_training)
                 for module, is_training in modes.items():
                     module.training = is_training
 

@@ -48,8 +48,8 @@ class TimelineWriter:
         forward_backward.observer.sinks.append(self._collect)
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        if step in self._steps:
-            self._ops = ops
+        # Steps are not compared with iterations, because Megatron-LM may skip an iteration.
+        self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
         """Draw the timeline if `first` <= `iteration` <= `last`; a collective call of global rank 0's pipeline.
@@ -59,9 +59,6 @@ class TimelineWriter:
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
-            return
-        if not all(from_all_ranks(bool(self._ops), group)):  # Megatron-LM has skipped an iteration.
-            print_rank_0(f" > --zero-bubble-timeline: iteration {iteration} is not drawn, because it was not recorded")
             return
         self._source.observer.flush()
         if self._offset is None:

@@ -274,6 +274,7 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     needs_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"}
     if not needs_local and value_of("--attention-backend", flags) != "local":
         missing += unless_given(flags, "--transformer-impl", engine)
-    if profile is not None and (backend := profile.model.get("attention_backend")) is not None:
+    backend = None if profile is None else profile.model.get("attention_backend")
+    if backend is not None and value_of("--transformer-impl", [*flags, *missing]) in (None, engine):
         missing += unless_given(flags, "--attention-backend", str(backend))
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
