@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         name="exit-interval-ignores-the-start",
         file="session/job_flags.py",
-        old="            left = min(left, self.exit_interval - start % self.exit_interval)",
-        new="            left = min(left, self.exit_interval)",
+        old="            limits.append(self.exit_interval - start % self.exit_interval)",
+        new="            limits.append(self.exit_interval)",
         effect=(
             "A resumed job that --exit-interval ends before its profile is complete no longer warns that there "
             "will be no plan from measured times."

@@ -42,11 +42,11 @@ FAULTS = (
         ),
     ),
     Fault(
-        name="lost-share-forgets-the-steps",
+        name="lost-share-forgets-recomputation",
         file="cli/schedule/figures.py",
-        old="        return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)",
-        new="        return float(1 - self.schedule.num_microbatches * max(works) / self.timeline.cost)",
-        effect="The schedule command with several steps says that far more time is lost to the bubble and R than is.",
+        old="        return float(1 - max(map(sub, self.timeline.work, recomputing)) / self.timeline.cost)",
+        new="        return float(1 - max(self.timeline.work) / self.timeline.cost)",
+        effect="The schedule command says that less time is lost to the bubble and R than is, with recomputation.",
     ),
     Fault(
         name="benchmark-counts-the-warmup",
