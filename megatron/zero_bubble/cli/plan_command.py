@@ -30,7 +30,12 @@ from megatron.zero_bubble.cli.invocation import at_least, command
 from megatron.zero_bubble.cli.output import percent, table_of
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
-from megatron.zero_bubble.planner.megatrons_split import megatrons_layout, memory_of_ranks, on_megatrons_split
+from megatron.zero_bubble.planner.megatrons_split import (
+    capacity_of_multiple,
+    megatrons_layout,
+    memory_of_ranks,
+    on_megatrons_split,
+)
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, bytes_with_unit, rounded_up
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule.costs import LARGEST
@@ -204,24 +209,16 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     if limit.is_auto:  # Without any limit in the request, a schedule keeps to the memory of 1F1B.
         return replace(request, memory_limit=LARGEST)
     if limit.multiple is not None:
-        return replace(request, capacity=_capacity(request, limit.multiple))
+        is_interleaved = usual.placement.kind == "interleaved"
+        capacity = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=is_interleaved)
+        return replace(request, capacity=capacity)
     return replace(request, capacity=limit.num_bytes)
-
-
-def _capacity(request: PlanRequest, multiple: float) -> float:
-    """Return the memory limit of a rank, states included, for a multiple of 1F1B's activations."""
-    return max(state + multiple * activations for state, activations in _memory_of_ranks(request))
-
-
-def _memory_of_ranks(request: PlanRequest) -> list[tuple[float, float]]:
-    """Return the memory of each rank's states and activations under megatron-core's schedule for the usual layout."""
-    assert request.usual is not None
-    return memory_of_ranks(request, request.usual, is_interleaved=request.usual.placement.kind == "interleaved")
 
 
 def _sufficient_limit(request: PlanRequest, flags: PlanFlags, capacity: float) -> str:
     """Return the value of --memory-limit for a memory limit of `capacity`, in the unit of the given --memory-limit."""
-    memory = _memory_of_ranks(request)
+    assert request.usual is not None
+    memory = memory_of_ranks(request, request.usual, is_interleaved=request.usual.placement.kind == "interleaved")
     multiples = [(capacity - state) / activations for state, activations in memory if activations > 0]
     if flags.memory_limit.multiple is None or not multiples or min(multiples) <= 0:
         return bytes_with_unit(capacity)

@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Schedule
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.simulate import simulates_lengths
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 _PLANNING_SHARE, _MOST_SECONDS = 0.02, 0.025
@@ -70,8 +70,7 @@ class StepProblem:
         forwards and backwards in pairs, or copies activations to the host.
         """
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
-        schedule = self.rules.plan.schedule(len(self.sizes))
-        return differs and schedule.kinds.isdisjoint(PAIRED) and not schedule.offloads
+        return differs and simulates_lengths(self.rules.plan.schedule(len(self.sizes)))
 
     def is_as(self, other: StepProblem) -> bool:
         """Whether `other` has the same sizes, limits, options, costs and schedules, and therefore the same plan."""

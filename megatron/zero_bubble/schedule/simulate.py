@@ -76,12 +76,17 @@ def simulate(
     return Timeline(schedule, costs, overlap_communication, lanes, copies=copies, lengths=tuple(lengths))
 
 
+def simulates_lengths(schedule: Schedule) -> bool:
+    """Whether `simulate` takes lengths of the schedule's microbatches: not with copies to the host or with pairs."""
+    return not schedule.offloads and schedule.kinds.isdisjoint(PAIRED)
+
+
 def _check_lengths(schedule: Schedule, lengths: Sequence[float]) -> None:
     if len(lengths) != schedule.num_microbatches:
         raise ScheduleError(
             f"schedule {schedule.name} has {schedule.num_microbatches} microbatches, but {len(lengths)} have a length"
         )
-    if schedule.offloads or not schedule.kinds.isdisjoint(PAIRED):
+    if not simulates_lengths(schedule):
         option = "offload" if schedule.offloads else "pairs of a forward and a backward"
         raise ScheduleError(
             f"schedule {schedule.name}: {option} and lengths of microbatches are not simulated together"

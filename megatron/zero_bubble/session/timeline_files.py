@@ -14,7 +14,8 @@ from megatron.zero_bubble.schedule.analysis import by_result, causes, fused_savi
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.kinds import TIMES
-from megatron.zero_bubble.schedule.pairs import PAIRED, pairs
+from megatron.zero_bubble.schedule.pairs import pairs
+from megatron.zero_bubble.schedule.simulate import simulates_lengths
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
@@ -75,7 +76,7 @@ def measured_timeline(
     moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
     ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
     costs = _costs_of(ran, moved, profiled)
-    has_lengths = shapes_vary and not ran.offloads and ran.kinds.isdisjoint(PAIRED)
+    has_lengths = shapes_vary and simulates_lengths(ran)
     return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if has_lengths else ())
 
 

@@ -15,7 +15,7 @@ from megatron.zero_bubble.cli.schedule.arguments import (
     SimulateFlags,
     ValidateFlags,
 )
-from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, stage_costs
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, num_messages, stage_costs
 from megatron.zero_bubble.cli.schedule.memory_curve import memory_curve
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all, figures_of_source, source
 from megatron.zero_bubble.cli.shared_flags import ResultFlags
@@ -30,7 +30,6 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_pytorch_csv,
 )
 from megatron.zero_bubble.schedule.host_link import offloaded_share
-from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
@@ -134,11 +133,11 @@ def prove(flags: ValidateFlags) -> None:
     lowered = schedule if schedule.is_lowered else lower(schedule)
     validate(lowered)
     num_ops = sum(len(list(schedule.compute_ops(rank))) for rank in range(schedule.num_ranks))
-    num_messages = sum(op.kind in SENDS for ops in lowered.ops for op in ops)
+    messages = num_messages(lowered)
     sizes = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     flags.deliver(
-        {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": num_messages},
-        f"{schedule.name} is valid: {sizes}, {num_ops} operations, {num_messages} messages\n",
+        {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": messages},
+        f"{schedule.name} is valid: {sizes}, {num_ops} operations, {messages} messages\n",
     )
 
 

@@ -96,7 +96,7 @@ class ScheduleFigures:
     @property
     def num_messages(self) -> int:
         """Number of tensors that ranks send to each other in one iteration."""
-        return sum(op.kind in SENDS for ops in lower(self.schedule).ops for op in ops)
+        return num_messages(lower(self.schedule))
 
     def as_json(self) -> dict[str, Any]:
         timeline, schedule = self.timeline, self.schedule
@@ -253,6 +253,11 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
         return None
     costs = read_costs(flags.costs)
     return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
+
+
+def num_messages(lowered: Schedule) -> int:
+    """Number of tensors that the ranks of a lowered schedule send to each other in one iteration."""
+    return sum(op.kind in SENDS for ops in lowered.ops for op in ops)
 
 
 def forget_files() -> None:
