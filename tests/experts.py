@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_to_json
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 

@@ -35,7 +35,7 @@ class EmulatedShard:
         placement = schedule.placement
         stage = placement.stage_of(rank)
         self._emulation, self._group = emulation, group
-        self._times = {kind: times[stage] for kind, times in costs.times().items()}
+        self._times = {kind: times[stage] for kind, times in costs.times.items()}
         self._memory_s = costs.memory_s[stage]
         self._seconds = collective_time(costs) / 1e3
         self._first, self._last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)

@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.schedule import ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _UNPLANNED = {Recompute.NONE: "nothing recomputed", Recompute.FULL: "everything recomputed"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED
 
 SIZE = ["--pipeline-size", "4", "--num-microbatches", "16", "--num-chunks", "2", "--memory-limit", "6"]
 NAMES = ["--schedule", "interleaved-pairs", "--schedule", "auto"]

@@ -114,6 +114,30 @@ def test_megatron_cores_prediction_is_without_the_shards_of_the_run_that_measure
     assert ours.predicted_ms < baseline.predicted_ms
 
 
+def test_megatron_core_recomputes_in_its_backward(monkeypatch):
+    costs = StageCosts.uniform(2, 10, 10, 10, time_r=10, memory_r=0.9)
+
+    def turn(command, environment, warmup, timeout):
+        if "--zero-bubble-profile-output" in command:
+            Path(command[-1]).write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, {})))
+        return Turn((100.0,), (), None, None, 2.0**20)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    baseline, ours = rounds.compare_trainings(arguments("--rounds", "1", "--schedule", "zb-h1", training=full))
+    assert (baseline.predicted_ms, max(baseline.simulated.work)) == ((4 + 1) * 40, 4 * 40)
+    recomputing = simulate(generate("zb-h1", 2, 4, recompute="full"), costs)
+    assert ours.predicted_ms == recomputing.makespan > simulate(generate("zb-h1", 2, 4), costs).makespan
+
+
+def test_sequences_of_unknown_lengths_have_no_rate_of_tokens(monkeypatch):
+    monkeypatch.setattr(rounds, "take_turn", lambda *_: Turn((100.0,), (), None, None, 2.0**20))
+    given = arguments("--rounds", "1", "--schedule", "zb-h1", training=["--variable-seq-lengths"])
+    for result in rounds.compare_trainings(given):
+        assert result.tokens_per_second is None
+        assert result.tflops is None
+
+
 def test_costs_of_stages_in_a_v_do_not_predict_megatron_cores_schedule(monkeypatch):
     linear, in_v = Placement("linear", 2), Placement("v", 2, 2)
 

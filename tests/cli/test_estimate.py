@@ -81,8 +81,20 @@ def test_a_profile_replaces_operations(tmp_path):
     file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, JobFlags.of(args).model)))
     found = job(*SMALL, "--global-batch-size", "8", tool=["--world-size", "2", "--profile", str(file)])
     assert estimate(found, "1f1b").timeline.costs == costs
-    assert estimate(found, "zb-v").timeline.costs.time_f == (5,) * 4
+    assert estimate(found, "zb-v").timeline.costs.time_f == pytest.approx((5,) * 4)
     assert max(estimate(found, "1f1b").activation_bytes) == 2 * 2**30
+
+
+def test_the_output_of_a_linear_profile_stays_in_the_last_stage(tmp_path):
+    """In a V, the last stage is on the first rank."""
+    layer, output = UnitCosts(10, 11, 9, 6, -2, -4), UnitCosts(20, 22, 18, 2, -1, -1)
+    costs = ModelCosts(UnitCosts(0, 0, 0), (layer,) * 4, output, 1).of_stages((2, 2), Placement("linear", 2))
+    file = tmp_path / "profile.json"
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, JobFlags.of(arguments()).model)))
+    found = job(*SMALL, "--global-batch-size", "8", tool=["--world-size", "2", "--profile", str(file)])
+    for placement in (Placement("v", 2, 2), Placement("interleaved", 2, 2)):
+        assert found.stage_costs(placement).time_f == pytest.approx((10, 10, 10, 30))
+        assert found.stage_costs(placement).memory_f == pytest.approx((6, 6, 6, 8))
 
 
 def test_a_profile_of_a_chosen_layout_gives_the_costs_of_other_stages(tmp_path):

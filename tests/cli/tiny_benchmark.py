@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.invocation import read_flags
 
@@ -10,5 +12,5 @@ TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120"]
 SIZE = ["--pipeline-size", "2", "--num-microbatches", "4"]
 
 
-def arguments(*flags: str):
-    return read_flags(BenchmarkFlags, [*SIZE, *flags, "--", *TINY], "benchmark", "")
+def arguments(*flags: str, training: Sequence[str] = ()):
+    return read_flags(BenchmarkFlags, [*SIZE, *flags, "--", *TINY, *training], "benchmark", "")

@@ -37,6 +37,11 @@ from tests.launcher.script_flags import script_arguments
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
         ("zb-h1", {"sft": True, "transformer_impl": "local"}, ["--sft", "transformer_engine", "--spec"]),
+        (
+            "zb-h1",
+            {"dataloader_inter_document_masking": True, "transformer_impl": "local"},
+            ["--dataloader-inter-document-masking", "transformer_engine", "--spec"],
+        ),
         ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
         ("file:no/such/file.json", {}, ["no/such/file.json"]),
     ],
@@ -307,5 +312,13 @@ def test_in_a_v_a_layout_has_its_prediction_layers_on_the_last_stage() -> None:
 def test_a_v_is_refused_for_a_model_whose_tied_weights_it_would_not_copy() -> None:
     run = Run(script_arguments(virtual_pipeline_model_parallel_size=2), LaunchFlags(zero_bubble_schedule="zb-v"))
     wrap = inspect.signature(lambda module: None).bind(torch.nn.Linear(2, 2))
+    run._built.append(torch.nn.Linear(1, 1))  # the language model inside of the script's model, such as LLaVA's
     with pytest.raises(SessionError, match=r"^a V placement needs .*GPTModel or .*, got Linear: choose a linear sched"):
         run.wrap_in_ddp(Call(lambda module: None, wrap))
+
+
+def test_states_that_are_on_the_host_already_are_not_offloaded() -> None:
+    """megatron-core would end in a KeyError in the first step."""
+    call = Call(vars, inspect.signature(lambda args: None).bind(script_arguments(optimizer_cpu_offload=True)))
+    with pytest.raises(SessionError, match=r"^--optimizer-cpu-offload needs a GPU, because .*: leave it out$"):
+        validate_arguments(LaunchFlags(zero_bubble_schedule="zb-h1", zero_bubble_cpu=True), call)

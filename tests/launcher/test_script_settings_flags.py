@@ -8,7 +8,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.zero_bubble.launcher import script_settings
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.launcher.script_settings import flags_of, overlap_taken_over
 from tests.launcher.script_flags import script_arguments
 
 
@@ -40,3 +40,12 @@ def test_a_layout_may_be_text_or_lists(layout: str | list[list[str | LayerType]]
     given = PipelineParallelLayerLayout(layout, 2) if is_parsed else layout
     job = flags_of(script_arguments(pipeline_model_parallel_layout=given), LaunchFlags())
     assert job.pipeline_model_parallel_layout == "Et|t|tt|L"
+
+
+def test_megatron_lm_validates_the_overlap_of_experts_and_does_not_run_it() -> None:
+    """With the flag, Megatron-LM allows any CUDA_DEVICE_MAX_CONNECTIONS beside tensor parallelism."""
+    script = script_arguments(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+    with overlap_taken_over(script):
+        assert (script.overlap_moe_expert_parallel_comm, script.delay_wgrad_compute) == (True, False)
+    assert not script.overlap_moe_expert_parallel_comm
+    assert flags_of(script, LaunchFlags()).overlap_moe_expert_parallel_comm

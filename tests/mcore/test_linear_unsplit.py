@@ -72,6 +72,19 @@ def test_a_layer_whose_setting_keeps_w_in_b_is_named_and_not_missed():
     assert gradients.missed == ()
 
 
+def test_megatron_cores_layers_whose_deferral_is_empty_are_named_and_not_missed():
+    class GroupedMLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight1 = torch.nn.Parameter(torch.zeros(HIDDEN, OUTPUT))
+
+        def backward_dw(self) -> None: ...
+
+    gradients = count_gradients([torch.nn.ModuleDict({"experts": GroupedMLP()})])
+    assert gradients.unsplit == (("experts (GroupedMLP)", HIDDEN * OUTPUT),)
+    assert gradients.missed == ()
+
+
 def test_layers_that_offer_to_defer_w_and_do_not_are_missed_and_others_are_not():
     parts = {
         "deferring": DeferringLayers(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
 
@@ -85,6 +86,41 @@ def test_the_next_microbatches_are_seen_where_the_data_allows_it():
         assert [size.tokens for size in step.sizes() if size] == [3, 5]
         assert [size.tokens for size in step.sizes_ahead() if size] == [2, 7]
         assert next(data)["tokens"].shape[1] == 2
+
+
+@pytest.mark.parametrize("name", ["save_state", "state_dict"])
+def test_an_iterator_that_saves_its_position_is_not_read_ahead(name):
+    """Energon's loader: Megatron-Bridge looks for `save_state` in the iterable of the `RerunDataIterator`."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    class Loader(Iterator):
+        def __init__(self) -> None:
+            self.position = 0
+
+        def __next__(self) -> torch.Tensor:
+            self.position += 1
+            return torch.zeros(1, self.position, dtype=torch.long)
+
+    setattr(Loader, name, lambda self: self.position)
+    data = RerunDataIterator(Loader())
+    step = StepData([data], 2)
+    assert [size.tokens for size in step.sizes() if size] == [1, 2]
+    assert step.sizes_ahead() == []
+    assert getattr(data.iterable, name)() == 2
+
+
+def test_an_iterable_that_only_has_next_is_not_read_ahead():
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    class Loader:
+        def __next__(self) -> torch.Tensor:
+            return torch.zeros(1, 3, dtype=torch.long)
+
+    assert StepData([RerunDataIterator(Loader())], 2).sizes_ahead() == []
 
 
 def as_replica(rank: int, num_ranks: int, port: int) -> None:

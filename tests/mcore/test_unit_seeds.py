@@ -67,3 +67,19 @@ def test_dropout_depends_on_the_iteration_and_the_microbatch():
 def test_seeds_of_units_differ():
     numbers = [(seed, unit, number) for seed in range(20) for unit in unit_seeds._UnitKind for number in range(20)]
     assert len({unit_seeds._mixed(*entry) for entry in numbers}) == len(numbers)
+
+
+def test_routers_that_draw_their_logits_are_seeded_too():
+    config = make_config()
+    config.hidden_dropout = config.attention_dropout = 0.0
+    model = GPTModel(config, get_gpt_layer_local_spec(), 128, 16, pre_process=True, post_process=False)
+    for draws in (False, True):
+        config.moe_router_force_load_balancing = draws
+        with drawn_by_unit(5, [model], lambda: 1):
+            assert bool(model._forward_pre_hooks) is draws
+
+
+def test_other_models_are_refused_even_without_dropout():
+    refused = r"^--zero-bubble-seed-by-layer needs megatron-core's GPTModel or \w+, got Linear$"
+    with pytest.raises(ValueError, match=refused), drawn_by_unit(5, [torch.nn.Linear(1, 1)], lambda: 1):
+        pass

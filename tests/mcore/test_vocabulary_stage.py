@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vocabulary_training import EMULATED, Outcome, Training, run_job
 
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError, RecordedCall
+from megatron.zero_bubble.mcore.vocabulary_model import SummedEmbedding
+from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
+
+TOKENS = torch.zeros(1, 4, dtype=torch.long)
 TWO_STAGES = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 SCHEDULES = ("1f1b", "zb-h1", "zb-2p", "zb-v", "interleaved-zb")
@@ -115,3 +122,32 @@ def test_16_bits_are_as_exact_as_those_of_megatron_core(flags, loss_scale, tmp_p
     assert ours < 1.1 * theirs
     assert outcomes["zb-v"]["losses"] == outcomes["zb-h1"]["losses"]
     assert_same_step(outcomes["zb-v"], outcomes["zb-h1"], 1)
+
+
+@pytest.mark.parametrize("gives_embeddings", [False, True])
+def test_a_forward_step_that_embeds_its_tokens_itself_is_refused(gives_embeddings):
+    """The model of a language model with images, for example, gets embeddings and no tokens: EW has no gradient."""
+    layer = SummedEmbedding(SimpleNamespace(reduce_scatter_embeddings=False, tp_group=None))
+    state = SimpleNamespace(looked_up=torch.ones(1, 4, 8), call=RecordedCall((TOKENS,), {}, None), outgoing={})
+    step = SimpleNamespace(
+        _microbatches=[state], _run=SimpleNamespace(embedding_layer=layer), _forward_only=True, _token_shape=(1, 4)
+    )
+
+    def model(tokens):
+        if not gives_embeddings:
+            layer.looked_up = None
+        return tokens
+
+    def end():
+        return VocabularyStep.forward_first_stage(step, 0, None, model)
+
+    if not gives_embeddings:
+        assert end() == (TOKENS, None)
+        return
+    with pytest.raises(ForwardStepError, match=r"decoder_input: give --zero-bubble-vocabulary-parallel off$"):
+        end()
+    with pytest.raises(ForwardStepError, match=r"^the forward step gave the model no tokens, but .* needs \(1, 4\)"):
+        VocabularyStep.read(step, 0, lambda data, model: (model(decoder_input=data), None), None, torch.nn.Identity())
+    layer.looked_up = None
+    with pytest.raises(ForwardStepError, match=r"^the forward step calls model.embedding: give --zero-bubble-vocab"):
+        layer(TOKENS)

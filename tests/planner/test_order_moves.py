@@ -126,7 +126,7 @@ def test_every_move_keeps_the_order_valid_and_within_the_limits_and_can_be_undon
     before = [list(lane) for lane in graph.lanes], set(graph.dropped), list(graph.allocation), graph.cost
     for move in list(chain.from_iterable(map(moves.fitting, moves.possible()))):
         estimate = graph.longest_through(move.rank, move.first, move.end, move.part)
-        assert estimate <= before[3] + sum(map(sum, costs.times().values())) * m
+        assert estimate <= before[3] + sum(map(sum, costs.times.values())) * m
         if moves.apply(move):
             anew = OrderGraph(problem, graph.orders())
             assert anew.evaluate()

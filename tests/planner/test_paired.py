@@ -13,9 +13,8 @@ from megatron.zero_bubble.schedule import Placement, ScheduleError, lower, simul
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.kinds import PAIRED, OpKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 

@@ -12,6 +12,13 @@ from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 TOKENS = torch.zeros(2, 5, dtype=torch.long)
 
 
+def jagged(*lengths: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([TOKENS[0, :length] for length in lengths], layout=torch.jagged)
+
+
+PARTS = torch.nested.narrow(TOKENS, 1, torch.tensor([0, 1]), torch.tensor([2, 4]), layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("item", "size"),
     [
@@ -30,6 +37,10 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
             id="verl",
         ),
         pytest.param({"input_ids": TOKENS, "attention_mask": torch.ones(1, 1, 5, 5)}, (10, 50), id="mask of scores"),
+        pytest.param({"input_ids": jagged(3, 5)}, (8, 34), id="verl without padding"),
+        pytest.param({"attention_mask": jagged(3, 5), "input_ids": jagged(3, 5)}, (8, 34), id="mask without padding"),
+        pytest.param(PARTS, (6, 20), id="parts of a tensor"),
+        pytest.param({"input_ids": torch.nested.nested_tensor([TOKENS[0], TOKENS[1]])}, None, id="strided"),
         pytest.param(TOKENS, (10, 50), id="a tensor"),
         pytest.param((torch.rand(2, 5), TOKENS), (10, 50), id="a tuple"),
         pytest.param({"images": torch.rand(2, 3, 4, 4)}, None, id="no tokens"),

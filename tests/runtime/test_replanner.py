@@ -14,7 +14,7 @@ from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.device import limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.schedule import OpKind, ScheduleError
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 pytestmark = pytest.mark.usefixtures("one_rank")

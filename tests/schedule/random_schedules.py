@@ -146,7 +146,7 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
     where it was posted and its communicator's previous message is complete; it is complete when both ends have
     started and its time has passed. One queue: nothing starts before all that was launched earlier on the rank has.
     """
-    placement, times = schedule.placement, costs.times()
+    placement, times = schedule.placement, costs.times
     found: dict[Launch, float] = {}
     ends = _ends_of_messages(schedule)
     channels = {launch: message for message, launches in ends.items() for launch in launches}

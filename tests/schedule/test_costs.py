@@ -18,8 +18,8 @@ def test_uniform_costs_repeat_for_every_stage():
 
 def test_a_fused_backward_costs_b_and_w():
     costs = StageCosts.uniform(2, time_b=3, time_w=4, memory_b=-3, memory_w=-4)
-    assert costs.times()[OpKind.BW] == (7, 7)
-    assert costs.memory()[OpKind.BW] == (-7, -7)
+    assert costs.times[OpKind.BW] == (7, 7)
+    assert costs.memory[OpKind.BW] == (-7, -7)
 
 
 def test_fractions_stay_exact():
@@ -69,7 +69,7 @@ def test_a_fused_backward_saves_a_share_of_other_costs_and_less_than_w():
     planned = StageCosts.uniform(2, time_b=6, time_w=2, saved_bw=1)
     assert StageCosts.uniform(2, time_b=12, time_w=4).saving_as(planned).saved_bw == (2, 2)
     assert StageCosts.uniform(2, time_b=12, time_w=0.5).saving_as(planned).saved_bw == (0.25, 0.25)
-    assert planned.times()[OpKind.BW] == (7, 7)
-    assert planned.with_cheapest_weight_gradients.times()[OpKind.BW] == (7, 7)
+    assert planned.times[OpKind.BW] == (7, 7)
+    assert planned.with_cheapest_weight_gradients.times[OpKind.BW] == (7, 7)
     with pytest.raises(ScheduleError, match="saved_bw must be less than time_w, got 2 and 2"):
         replace(planned, saved_bw=(2, 2))

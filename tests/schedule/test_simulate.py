@@ -161,7 +161,7 @@ def test_any_schedule_keeps_order_and_dependencies(schedule, data, overlap):
         for op, start, end in lane:
             stage = schedule.placement.stage_of(rank, op.chunk)
             assert start >= free
-            assert end - start == costs.times()[op.kind][stage]
+            assert end - start == costs.times[op.kind][stage]
             free = end
             when[op.kind.value[0], stage, op.microbatch] = (start, end, rank)
     for (kind, stage, microbatch), (start, _, rank) in when.items():

@@ -52,7 +52,7 @@ def test_planned_schedules_may_offload(name):
             {"recompute_granularity": "full"},
             "--recompute-granularity full: nothing that is recomputed is copied; use --zero-bubble-recompute planned",
         ),
-        ({"overlap_moe_expert_parallel_comm": True}, "a forward that runs in a pair is not copied"),
+        ({"overlap_moe_expert_parallel_comm": True}, "a forward in a pair is not copied"),
     ],
 )
 def test_what_cannot_work_is_one_line_with_the_flag(flags, words):

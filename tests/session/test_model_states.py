@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
@@ -84,3 +85,11 @@ def test_experts_count_with_the_ranks_that_hold_the_same_experts():
     dense = 10 * states.sent_a_parameter(8, 1)
     assert states.sent_by_rank(Parameters(10, 100), few, 1) == dense
     assert states.sent_by_rank(Parameters(10, 100), many, 1) == dense + 100 * states.sent_a_parameter(16, 1)
+
+
+def test_states_on_the_host_or_divided_by_layers_are_not_counted_as_a_rank_s_own():
+    args = checked(BF16)
+    offloaded = replace(args, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
+    assert States.of(offloaded).bytes_a_parameter(8) == 4 + 12 / 4
+    by_layer = Namespace(**vars(args), use_layer_wise_distributed_optimizer=True)
+    assert States.of(by_layer).bytes_a_parameter(8) == 4 + 12 / 8

@@ -36,13 +36,18 @@ def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it
     assert checked_job(changes, world_size=2).plan.request.group_size == size
 
 
+UNDROPPED = {"--attention-dropout": "0", "--hidden-dropout": "0"}
+RANDOM_ROUTES = {"--num-experts": "2", "--disable-bias-linear": None, "--moe-router-force-load-balancing": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "warns"),
     [
         ({}, False),
         ({"--zero-bubble-memory-limit": "0.5"}, True),
         ({"--zero-bubble-memory-limit": "0.5", "--zero-bubble-seed-by-layer": None}, False),
-        ({"--zero-bubble-memory-limit": "0.5", "--attention-dropout": "0", "--hidden-dropout": "0"}, False),
+        ({"--zero-bubble-memory-limit": "0.5", **UNDROPPED}, False),
+        ({"--zero-bubble-memory-limit": "0.5", **UNDROPPED, **RANDOM_ROUTES}, True),
     ],
 )
 def test_a_line_says_that_dropout_draws_other_numbers_than_megatron_cores_order(changes, warns):

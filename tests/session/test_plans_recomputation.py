@@ -61,11 +61,13 @@ def test_planned_recomputation_leaves_nothing_to_megatrons_flags():
         choose_plan(flags)
 
 
-@pytest.mark.parametrize("kinds", ["global_aux_loss", ["aux_loss", "global_aux_loss"]])
-def test_an_average_over_microbatches_is_not_taken_in_another_order(kinds: str | list[str]):
+@pytest.mark.parametrize("kinds", ["global_aux_loss", ["aux_loss", "global_aux_loss"], "quantile_balancing"])
+def test_a_sum_over_microbatches_is_not_taken_in_another_order(kinds: str | list[str]):
     flags = checked_job({**PLANNED, **BY_SCHEDULE}).flags
     flags = replace(flags, given_model={**flags.given_model, "moe_router_load_balancing_type": kinds})
-    with pytest.raises(ValueError, match=r"global_aux_loss.*: it averages over microbatches in their order"):
+    with pytest.raises(
+        ValueError, match=r"(global_aux_loss|quantile_balancing).*: it sums over microbatches in their order"
+    ):
         choose_plan(flags)
 
 

@@ -57,8 +57,8 @@ def test_operations_that_take_longer_also_take_longer_under_1f1b(slower: float) 
 
 
 def test_a_larger_bubble_than_predicted_does_not_count_for_1f1b() -> None:
-    """12 ms of work in 16."""
-    assert line_of(16.0, measured(16.0, 0.25), prediction()).endswith("take 15.0 ms, 0.938 times as long")
+    """12 ms of work in 20."""
+    assert line_of(20.0, measured(20.0, 0.4), prediction()).endswith("take 15.0 ms, 0.750 times as long")
 
 
 @pytest.mark.parametrize(("megatrons", "is_slower"), [(16.5, False), (15.5, True)])
@@ -67,6 +67,16 @@ def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(megatron
     line = line_of(18.0, measured(16.0, 0.25), predicted)
     assert f"; 1F1B on Megatron's split is predicted to take {megatrons + 2} ms" in line
     assert line.endswith(": --zero-bubble-keep-layout keeps Megatron's split") is is_slower
+
+
+def test_the_wait_at_the_end_of_an_iteration_is_no_time_outside_of_the_pipeline() -> None:
+    """In zb-v, no rank works from the first operation of the pipeline to the last."""
+    profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8), 0.0, {})
+    predicted = Prediction(profile, generate("zb-v", 4, 8))
+    span, makespan, of_1f1b = predicted.timeline.cost, predicted.milliseconds, 6 * (8 + 3)
+    assert span < makespan < of_1f1b
+    line = line_of(2 * makespan + 7, measured(2 * span, predicted.idle.bubble), predicted)
+    assert f"1F1B is predicted to take {2 * of_1f1b + 7:.1f} ms" in line
 
 
 def test_a_new_plan_begins_anew() -> None:

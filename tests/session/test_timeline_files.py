@@ -96,7 +96,7 @@ def test_operations_that_run_alone_have_their_measured_times_beside_pairs(line: 
     lanes = simulate(schedule, costs).lanes
     timeline = measured_timeline(schedule, lanes, costs if profiled else None)
     assert timeline.costs.time_f == costs.time_f
-    assert sum(costs.times()[OpKind.BW]) == pytest.approx(sum(timeline.costs.times()[OpKind.BW]))
+    assert sum(costs.times[OpKind.BW]) == pytest.approx(sum(timeline.costs.times[OpKind.BW]))
     if profiled:
         assert simulate(schedule, timeline.costs).makespan == pytest.approx(timeline.makespan)
 

@@ -24,6 +24,10 @@ MISTAKES = {
         "--position-embedding-type rope rotates pairs of channels, but a head has 5: "
         "choose another --kv-channels, or a --rotary-percent below 1.0",
     ),
+    "states that are on the host already": (
+        {"--optimizer-cpu-offload": None},
+        "--optimizer-cpu-offload needs a GPU, because on a CPU the optimizer's states are on the host: leave it out",
+    ),
     "documents apart in attention that knows no mask": (
         {"--reset-attention-mask": None, "--transformer-impl": "transformer_engine"},
         "--reset-attention-mask needs --transformer-impl local: attention of transformer_engine ignores "

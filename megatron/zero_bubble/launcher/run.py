@@ -26,7 +26,7 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
-from megatron.zero_bubble.mcore.decoder_models import DECODER_NAMES
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, DECODER_NAMES
 from megatron.zero_bubble.mcore.refused_settings import RECORDING
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.plan_report import Report
@@ -176,18 +176,19 @@ class Run:
         self._keep_layout()
         record_stages(self._script, self.session.job.placement, self.session.job.partition)
         with users_mistakes():
-            self._check_class(type(unwrap_model(call["module"])).__name__)
+            self._check_class(unwrap_model(call["module"]))
             self._shard()
             self.session.split([call["module"]])
         construct_ddp(call)
         self._chunks.append(call["self"])
 
-    def _check_class(self, name: str) -> None:
-        """Raise `SessionError` if the layout needs `DECODER_MODELS`, but the script builds a model of class `name`."""
+    def _check_class(self, model: Any) -> None:
+        """Raise `SessionError` if the layout needs `DECODER_MODELS`, but the script's `model` is of another class."""
         is_v, spreads = self.stages.is_v, self.session.job.flags.vocabulary_parallel
-        if not self._built and (is_v or spreads):
+        if not isinstance(model, DECODER_MODELS) and (is_v or spreads):
             layout = "a V placement" if is_v else "--zero-bubble-vocabulary-parallel on"
             instead = "choose a linear schedule" if is_v else "leave it out"
+            name = "another model" if model is None else type(model).__name__
             raise SessionError(f"{layout} needs megatron-core's {DECODER_NAMES}, got {name}: {instead}")
 
     def lay_out_parameters(self, call: Call) -> Any:
@@ -263,7 +264,7 @@ class Run:
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
             if not self._chunks:  # A run that only evaluates wraps no chunk in DDP.
-                self._check_class("another model")
+                self._check_class(next(iter(self._built), None))
                 self._shard()
                 self.session.split(self._built)
                 self._chunks = self._built

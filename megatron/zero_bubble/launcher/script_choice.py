@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -18,14 +19,15 @@ from megatron.zero_bubble.launcher.script_settings import (
     divide_pattern,
     flags_of,
     one_chunk_flag,
+    overlap_taken_over,
     placement_asked,
     refuse_chunks,
     refuse_script_settings,
     switch_off_reruns,
-    take_over_overlap,
 )
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
+from megatron.zero_bubble.mcore.cpu import refuse_on_cpu
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import refuse_with_schedule, works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
@@ -59,10 +61,16 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     runs, and removes the arguments that the layout replaces. If zero bubble chooses the layout, the hook restores the
     previous arguments after `validate_args`.
     """
+    with overlap_taken_over(call["args"]):
+        return _validate_arguments(flags, call)
+
+
+def _validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     script = call["args"]
     with users_mistakes():
         _complete_batch(script, call.get("defaults") or {})
-        take_over_overlap(script)
+        if flags.zero_bubble_cpu and not torch.cuda.is_available():
+            refuse_on_cpu(script)
         if flags.zero_bubble_post_validation:
             switch_off_reruns(script)
         divide_pattern(script, flags)

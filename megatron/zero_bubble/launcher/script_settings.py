@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +35,22 @@ _OVERLAP = "overlap_moe_expert_parallel_comm"
 _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
 
-def take_over_overlap(script: Namespace) -> None:
+@contextmanager
+def overlap_taken_over(script: Namespace) -> Iterator[None]:
     """Let the zero-bubble schedule, instead of megatron-core, overlap the expert-parallel communication.
 
     megatron-core itself overlaps the expert-parallel communication only if a rank has several model chunks. The
-    script's `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the zero-bubble
-    schedule itself overlaps the expert-parallel communication and defers W.
+    script's `--delay-wgrad-compute` is switched off, and after the `with` block `--overlap-moe-expert-parallel-comm`,
+    because the zero-bubble schedule itself overlaps the expert-parallel communication and defers W. Inside the `with`
+    block, Megatron-LM allows more values of CUDA_DEVICE_MAX_CONNECTIONS with the flag than without the flag.
     """
-    if getattr(script, _OVERLAP, False):
-        setattr(script, _TAKEN_OVER, True)
-        script.overlap_moe_expert_parallel_comm = script.delay_wgrad_compute = False
+    if not getattr(script, _OVERLAP, False):
+        yield
+        return
+    setattr(script, _TAKEN_OVER, True)
+    script.delay_wgrad_compute = False
+    yield
+    script.overlap_moe_expert_parallel_comm = False
 
 
 def switch_off_reruns(script: Namespace) -> None:

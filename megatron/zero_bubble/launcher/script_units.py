@@ -14,11 +14,12 @@ import io
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp
@@ -96,12 +97,11 @@ class ScriptUnits:
         )
         microbatch = {name: tensor.to(torch.cuda.current_device()) for name, tensor in microbatch.items()}
         models = units_of(settings, config, partial(self._build, setup), _forward_step, microbatch)
-        layers = _layers(arguments)
-        if not layers and isinstance(arguments["self"], HYBRID):
+        if _pattern(arguments) is None and isinstance(arguments["self"], HYBRID):
             raise SessionError("the model has no layers without --hybrid-layer-pattern")
+        layers = _layers(arguments)
         distinct = _distinct(layers)
-        kinds = [distinct.index(layer) for layer in layers] or [0] * script.num_layers
-        return session.unit_costs(models, kinds)
+        return session.unit_costs(models, [distinct.index(layer) for layer in layers])
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
@@ -158,13 +158,15 @@ class ScriptUnits:
             config.mtp_num_layers = None
         groups = copy.copy(call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups())
         groups.pp = StagePosition(0, 1)
-        layers = _layers(call)
+        layer = _distinct(_layers(call))[unit.layer or 0]
         if pattern := _pattern(call):
-            symbol = _distinct(layers)[unit.layer or 0]
-            call["hybrid_layer_pattern"] = str(HybridPattern((symbol,), pattern.further if unit.is_last else ""))
-        elif layers:
+            call["hybrid_layer_pattern"] = str(HybridPattern((layer.kind,), pattern.further if unit.is_last else ""))
+        elif layer.kind is not None:
             spec = call["transformer_layer_spec"] = copy.copy(call["transformer_layer_spec"])
-            spec.layer_specs = [_distinct(layers)[unit.layer or 0]]
+            spec.layer_specs = [layer.kind]
+        for name, value in (("window_attn_skip_freq", layer.has_window), ("no_rope_freq", layer.lacks_rope)):
+            if getattr(config, name, None):
+                setattr(config, name, [value])
         if call.get("mtp_block_spec") is not None and not unit.is_last:
             call["mtp_block_spec"] = None
         call["config"], call["pg_collection"] = config, groups
@@ -195,13 +197,32 @@ def _pattern(call: Call) -> HybridPattern | None:
     return None if text is None else HybridPattern.parse(text)
 
 
-def _layers(call: Call) -> list[Any]:
-    """Return the spec or symbol of every layer of a model under construction; empty if all layers share one spec."""
-    pattern = _pattern(call)
-    return list(pattern.symbols if pattern else getattr(call.get("transformer_layer_spec"), "layer_specs", []))
+class _Layer(NamedTuple):
+    """The properties in which the layers of a model may differ."""
+
+    kind: Any
+    """Spec of the layer, or symbol in a layer pattern; None if all layers share one spec."""
+    has_window: int = 0
+    lacks_rope: int = 0
 
 
-def _distinct(layers: list[Any]) -> list[Any]:
+def _layers(call: Call) -> list[_Layer]:
+    """Return the properties of every layer of a model under construction."""
+    if pattern := _pattern(call):
+        return list(map(_Layer, pattern.symbols))
+    config = call["config"]
+    specs = getattr(call.get("transformer_layer_spec"), "layer_specs", None) or [None] * config.num_layers
+    return [
+        _Layer(
+            spec,
+            int(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)),
+            config.no_rope_freq[number - 1] if config.no_rope_freq else 0,
+        )
+        for number, spec in enumerate(specs, 1)
+    ]
+
+
+def _distinct(layers: list[_Layer]) -> list[_Layer]:
     """Return the first layer of each kind, in model order. Specs are compared, because they are not hashable."""
     return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 

@@ -37,6 +37,14 @@ class Substitution(NamedTuple):
     reason: str
 
 
+def refuse_on_cpu(settings: Any) -> None:
+    """Raise `ValueError` if a setting, an attribute of `settings`, does not work on a machine without CUDA."""
+    if getattr(settings, "optimizer_cpu_offload", False):
+        raise ValueError(
+            "--optimizer-cpu-offload needs a GPU, because on a CPU the optimizer's states are on the host: leave it out"
+        )
+
+
 def substitutions() -> Iterator[Substitution]:
     """Yield all substitutions for a machine without CUDA, in the order in which they are applied."""
     for part in (_devices, _streams, _meshes, _random_state, _tensor_substitutions, _experts, _hybrid_models):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,3 +30,10 @@ DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
 """Model classes with the modules `embedding`, `decoder.layers` and `output_layer`; a stage has the modules it needs."""
 DECODER_NAMES = " or ".join(kind.__name__ for kind in DECODER_MODELS)
 """The names of `DECODER_MODELS`, as error messages list them."""
+
+
+def require_decoder_models(models: Iterable[Any], flag: str) -> None:
+    """Raise `ValueError` if a model is of another class than `DECODER_MODELS`, which `flag` needs."""
+    kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
+    if kinds:
+        raise ValueError(f"{flag} needs megatron-core's {DECODER_NAMES}, got {', '.join(sorted(kinds))}")

@@ -79,10 +79,18 @@ class FiniteCheck:
             # FSDP has no buckets.
             for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
                 # DDP calls `check_grads` before it reduces gradients, if DDP's config enables the check.
-                group.check_grads = partial(self._record_norms, group)
+                group.check_grads = partial(self._record_norms, group, group.check_grads)
 
-    def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Keep the norm of each bucket's gradients before the replicas reduce them, without waiting for the device."""
+    def _record_norms(
+        self, group: Any, check: Callable[..., None], check_for_large: bool = False, **unused: bool
+    ) -> None:
+        """Keep the norm of each bucket's gradients before the replicas reduce them, without waiting for the device.
+
+        Args:
+            check: megatron-core's check of gradients, which runs only if the flags ask for the check of large norms.
+        """
+        if check_for_large:
+            check(check_for_nan_or_inf=False, check_for_large=True)
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:

@@ -172,7 +172,7 @@ class MegatronStage:
         """
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
-            return self.vocabulary.begin_first_stage(microbatch).forward_step
+            return partial(self.vocabulary.forward_first_stage, microbatch)
         if self.vocabulary is not None and stage == self.placement.num_stages - 1:
             return partial(self.vocabulary.forward_last_stage, microbatch, self.call.forward_step_func)
         return self.call.forward_step_func

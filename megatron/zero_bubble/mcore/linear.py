@@ -216,6 +216,9 @@ def fuses_accumulation() -> bool:
 
 _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
 _LINEAR = (*_SPLIT_LAYERS, torch.nn.Linear)
+_NEVER_DEFER = frozenset({"GroupedMLP", "TELMHeadColumnParallelLinear"})
+"""Names of megatron-core's classes whose `backward_dw()` does nothing, because B computes their weight gradients. Each
+class exists only in some versions of megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
             can_be_split = isinstance(module, _LINEAR) or (is_leaf and hasattr(module, "backward_dw"))
             is_kept = parameter.dim() != 2 or is_hooked or module in tied
             is_kept |= getattr(module, "output_dtype", None) is not None
+            is_kept |= any(kind.__name__ in _NEVER_DEFER for kind in type(module).__mro__)
             if can_be_split and not is_kept:
                 missed.add(kind)
     return Gradients(**counts, unsplit=tuple(sorted(unsplit.items())), missed=tuple(sorted(missed)))

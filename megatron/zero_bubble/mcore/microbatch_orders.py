@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,11 +52,17 @@ class StepData:
         return [size_of(item) for item in next(iter(self._read.values()), [None] * self._count)]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
-        """Return the sizes of the next step's microbatches; [] if the data iterator cannot read ahead."""
+        """Return the sizes of the next step's microbatches; [] if the data iterator cannot read ahead.
+
+        An iterator that saves its position, such as Energon's, is not read ahead: a checkpoint would have a position
+        after microbatches that the saved job has not trained on.
+        """
         source = next((source for source in self._sources if source is not None), None)
         if isinstance(source, RerunDataIterator):
-            if not isinstance(source.iterable, LookAhead):
-                source.iterable = LookAhead(source.iterable)
+            items = source.iterable
+            saves_position = any(hasattr(items, name) for name in ("save_state", "state_dict"))
+            if isinstance(items, Iterable) and not (isinstance(items, LookAhead) or saves_position):
+                source.iterable = LookAhead(items)
             source = source.iterable
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 

@@ -10,6 +10,7 @@ CUDA stream.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.plan_nodes import complete_plan
-from megatron.zero_bubble.mcore.recorded_call import record_call
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError, RecordedCall, record_call
 from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.schedule import Op
@@ -45,12 +46,45 @@ def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
         "--recompute-granularity full": config.recompute_granularity == "full",
         "--moe-shared-expert-overlap": config.moe_shared_expert_overlap,
         f"--mtp-num-layers {config.mtp_num_layers}": (config.mtp_num_layers or 0) > 1,
+        "--mtp-num-layers and a last layer without experts (--moe-layer-freq)": bool(config.mtp_num_layers)
+        and not _ends_with_experts(config),
+        "--recompute-modules moe": config.recompute_granularity == "selective"
+        and "moe" in (config.recompute_modules or ()),
         f"--moe-token-dispatcher-type {config.moe_token_dispatcher_type}": config.moe_token_dispatcher_type
         not in ("alltoall", "flex"),
     }
     for given, is_on in refused.items():
         if is_on:
             raise ValueError(f"{FLAG} does not work with {given}: change one of them")
+
+
+def _ends_with_experts(config: Any) -> bool:
+    """Whether the last layer, whose form layers of multi-token prediction have, is a layer of experts."""
+    every = config.moe_layer_freq
+    return bool(every[-1] if isinstance(every, Sequence) else (config.num_layers - 1) % every == 0)
+
+
+def refuse_unplanned(call: RecordedCall) -> None:
+    """Check that schedule plans give the router the same tokens as the model's own forward.
+
+    In its own forward, a layer of experts leaves out padding, and separates samples that were packed into one sequence.
+
+    Raises:
+        ForwardStepError: the model's own forward would give the router other tokens.
+    """
+    length = getattr(call.keywords.get("packed_seq_params"), "tokens_per_sample", None)
+    is_given = {
+        "a padding_mask": call.keywords.get("padding_mask") is not None,
+        "several samples in one packed sequence": length is not None
+        and call.tokens is not None
+        and call.tokens.numel() > length,
+    }
+    for given, is_on in is_given.items():
+        if is_on:
+            raise ForwardStepError(
+                f"{FLAG} does not support {given} in the forward step, which megatron-core's schedule plans ignore: "
+                "leave out the flag"
+            )
 
 
 class _KeptPlan(NamedTuple):
@@ -137,6 +171,7 @@ class PairedStage(MegatronStage):
         mcore.set_current_microbatch(model, microbatch)
         get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
         call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model, FLAG)
+        refuse_unplanned(call)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         # The `WeightGradStore`, and not the schedule plan, determines when W runs.
         with replaced(self._config, "delay_wgrad_compute", False):

@@ -23,9 +23,9 @@ class RecordedCall(NamedTuple):
     loss_function: Callable[..., Any] | None
 
     @property
-    def tokens(self) -> torch.Tensor:
-        """The tokens that the model is to embed, [batch, sequence]."""
-        return self.arguments[0] if self.arguments else self.keywords["input_ids"]
+    def tokens(self) -> torch.Tensor | None:
+        """The tokens that the model is to embed, [batch, sequence]; None if the forward step gives no tokens."""
+        return self.arguments[0] if self.arguments else self.keywords.get("input_ids")
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
         """Call the model with the recorded arguments; has the signature and the result of the script's forward step."""

@@ -63,7 +63,10 @@ _TIMED = Condition(
     lambda value, args: value == 2 or (value == 1 and getattr(args, "barrier_with_L1_time", False)),
     "2, or 1 without `--no-barrier-with-level-1-timing`",
 )
-_GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
+_SUMMED = Condition(
+    lambda value, settings: any(kind in str(value) for kind in ("global_aux_loss", "quantile_balancing")),
+    "`global_aux_loss` or `quantile_balancing`",
+)
 _DELAYED = _on_and("with the recipe `delayed`", lambda args: getattr(args, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
     "with local attention",
@@ -184,7 +187,7 @@ WITH_EVERY_SCHEDULE = (
         when=_one_of("dsa", "dsv4_hybrid"),
     ),
     Refusal(
-        "sft",
+        "sft dataloader_inter_document_masking",
         "it packs sequences, which megatron-core's local attention cannot tell apart",
         "give --transformer-impl transformer_engine, which needs a GPU, or --spec with an attention that can",
         when=_WITH_LOCAL_ATTENTION,
@@ -211,8 +214,6 @@ WITH_FEATURES = (
         Refusal("use_precision_aware_optimizer", "it keeps gradients and parameters in an unsupported form"),
         Refusal("optimizer_cuda_graph", "its graph contains clipping and step, which post-validation runs separately"),
         Refusal("grad_norm_skip_threshold", "the norm is known only after the step", when=_FINITE),
-        Refusal("use_layer_wise_distributed_optimizer", "each replica would undo the step of its own layers only"),
-        Refusal("optimizer", "each replica would undo the step of its own layers only", "use muon", when=_DISTRIBUTED),
         Refusal(
             "reuse_grad_buf_for_mxfp8_param_ag", "it overwrites the gradients with which a wrong step is taken again"
         ),
@@ -228,6 +229,8 @@ WITH_FEATURES = (
     ),
     *_with(
         [Feature.POST_VALIDATION, Feature.HIERARCHICAL_SGD],
+        Refusal("use_layer_wise_distributed_optimizer", "each replica steps only its own layers"),
+        Refusal("optimizer", "each replica steps only its own layers", "use muon", when=_DISTRIBUTED),
         Refusal(
             "optimizer_cpu_offload offload_optimizer_states chunked_optimizer_state_offload",
             "it keeps the optimizer's parameters and states on the host",
@@ -274,9 +277,9 @@ WITH_FEATURES = (
         ),
         Refusal(
             "moe_router_load_balancing_type",
-            "it averages over microbatches in their order, but a recomputation may follow a later forward",
+            "it sums over microbatches in their order, but a recomputation may follow a later forward",
             "give --recompute-granularity full, or aux_loss",
-            when=_GLOBAL,
+            when=_SUMMED,
         ),
     ),
     *_with(
@@ -293,11 +296,7 @@ WITH_FEATURES = (
             *("recompute_granularity", "nothing that is recomputed is copied", "use --zero-bubble-recompute planned"),
             when=_one_of("full"),
         ),
-        Refusal(
-            "overlap_moe_expert_parallel_comm",
-            "a forward that runs in a pair is not copied to the host",
-            "leave one of them out",
-        ),
+        Refusal("overlap_moe_expert_parallel_comm", "a forward in a pair is not copied to the host", "choose one"),
     ),
     *_with(
         [Feature.V_PLACEMENT],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts, torch_optimizers
@@ -51,8 +51,9 @@ class ReplicaAveraging:
     """Whether the next optimizer step uses only this replica's own gradients."""
 
     def __post_init__(self, timeout: timedelta) -> None:
-        for part in parts(self.optimizer):
-            if type(part) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        # Subclasses of ChainedOptimizer are refused: their replicas step only a part of the layers.
+        for part in (*parts(self.optimizer), self.optimizer):
+            if type(part) not in (FP32Optimizer, Float16OptimizerWithFloat16Params, ChainedOptimizer):
                 raise ValueError(f"the parameters of megatron-core's {type(part).__name__} cannot be averaged")
         self._groups = _averaging_groups(self.hierarchy, timeout)
         self._begin_local_steps(self.averaged_at)

@@ -39,7 +39,6 @@ from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, ScheduleError
 from megatron.zero_bubble.schedule.lower_collectives import joined_early
-from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
@@ -203,7 +202,7 @@ class ForwardBackward:
 
     def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
         # megatron-core's schedule plans take additional time, so only schedules with pairs use them.
-        has_pairs = self._pairs and not executor.schedule.kinds.isdisjoint(PAIRED)
+        has_pairs = self._pairs and executor.schedule.has_pairs
         return (PairedStage if has_pairs else MegatronStage)(
             call,
             iterators,

@@ -12,8 +12,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from torch.distributed.fsdp import FSDPModule
 
 from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
+from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.refusals import unsupported
 from megatron.zero_bubble.schedule import Placement
@@ -125,6 +127,11 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
                 "gradients after its last W: give start_grad_sync of megatron-core's DDP, or leave it out"
             )
     for chunk in chunks:
+        if not isinstance(chunk, FullyShardedChunk) and any(isinstance(part, FSDPModule) for part in chunk.modules()):
+            raise ValueError(
+                "torch's FSDP2 loses the weight gradients that are deferred: wrap the model with megatron-core's "
+                "DistributedDataParallel, or train with pretrain_gpt.py of this project, which runs FSDP2"
+            )
         ddp_config: Any = getattr(chunk, "ddp_config", None)
         defers = ddp_config is None or ddp_config.delay_wgrad_compute
         if not defers and any(getattr(weight, "skip_backward_post_hook", False) for weight in chunk.parameters()):

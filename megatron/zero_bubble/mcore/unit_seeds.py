@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_rank, unwrap_model
 
+from megatron.zero_bubble.mcore.decoder_models import require_decoder_models
 from megatron.zero_bubble.mcore.replaced import replaced
 
 _MICROBATCH = "zero-bubble-microbatch"
@@ -38,6 +39,13 @@ random numbers as the forward."""
 
 _DEFAULT = "default-rng"
 """megatron-core's name for the state of the device's random generator outside of the tracker's `fork`."""
+
+
+_DRAWS = (
+    *("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"),
+    *("moe_router_force_load_balancing", "moe_router_force_biased"),
+)
+"""Fields of megatron-core's configuration with which a forward draws random numbers."""
 
 
 class _UnitKind(IntEnum):
@@ -127,18 +135,20 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     """Inside the `with` block, draw dropout from a separate seed for each unit of the model and each microbatch.
 
     A unit's seed follows from `seed`, the iteration, the microbatch's number in the iteration, the data-parallel rank
-    and the unit. A model without dropout stays unchanged.
+    and the unit. A model that draws no random numbers in its forward stays unchanged.
 
     Args:
         chunks: this rank's model chunks, with or without wrappers such as DDP.
         iteration: function that returns the number of the running iteration.
 
     Raises:
-        ValueError: the tracker of random states is made for CUDA graphs, such as Transformer Engine's tracker.
+        ValueError: a model is of another class than `DECODER_MODELS`, or the tracker of random states is made for CUDA
+            graphs, such as Transformer Engine's tracker.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
+    require_decoder_models(models, "--zero-bubble-seed-by-layer")
     config = get_model_config(models[0])
-    if not any(getattr(config, name, None) for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")):
+    if not any(getattr(config, name, None) for name in _DRAWS):
         yield
         return
     if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):

@@ -25,7 +25,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.nn.utils.parametrize import is_parametrized
 
-from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, DECODER_NAMES
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, require_decoder_models
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.refusals import refuse_with_features
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
@@ -110,7 +111,8 @@ class SummedEmbedding(torch.nn.Module):
         self.looked_up: torch.Tensor | None = None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert self.looked_up is not None, "a forward of the first stage before its embedding"
+        if self.looked_up is None:
+            raise ForwardStepError("the forward step calls model.embedding: give --zero-bubble-vocabulary-parallel off")
         looked_up, self.looked_up = self.looked_up, None
         if self.reduce_scatter_embeddings:
             looked_up = looked_up.transpose(0, 1).contiguous()
@@ -226,9 +228,7 @@ def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, 
     """Raise `ValueError` if the vocabulary of the models cannot be sharded."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
-    kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
-    if kinds:
-        raise ValueError(f"{flag} needs megatron-core's {DECODER_NAMES}, got {', '.join(sorted(kinds))}")
+    require_decoder_models(models, flag)
     if placement.num_ranks < 2:
         raise ValueError(f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size")
     refuse_with_features(config, [Feature.VOCABULARY_SHARDS])

@@ -167,10 +167,10 @@ class VocabularyStep:
         state = self._microbatches[microbatch]
         state.call = record_call(forward_step, data_iterator, model, _FLAG)
         tokens = state.call.tokens
-        if tuple(tokens.shape) != self._token_shape:
+        if tokens is None or tuple(tokens.shape) != self._token_shape:
+            shape = "no tokens" if tokens is None else f"tokens of shape {tuple(tokens.shape)}"
             raise ForwardStepError(
-                f"the forward step gave the model tokens of shape {tuple(tokens.shape)}, but "
-                f"{_FLAG} needs {self._token_shape}, [batch, sequence]"
+                f"the forward step gave the model {shape}, but {_FLAG} needs {self._token_shape}, [batch, sequence]"
             )
         state.tokens = tokens.long().contiguous()
         state.outgoing[OpKind.TOKENS] = (state.tokens,)
@@ -182,8 +182,8 @@ class VocabularyStep:
         weight = self._shard.embedding()
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
 
-    def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage a microbatch's embeddings; return the recorded call of the model, which F then makes."""
+    def forward_first_stage(self, microbatch: int, data_iterator: Any, model: torch.nn.Module) -> tuple[Any, Any]:
+        """Run the first stage's forward step up to its end, with the embeddings that E has looked up."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -191,7 +191,10 @@ class VocabularyStep:
             trigger = torch.empty((), device=layer.looked_up.device, requires_grad=True)
             layer.looked_up = _KeptGradient.apply(trigger, layer.looked_up, state)
         call, state.call, state.looked_up = _there(state.call), None, None
-        return call
+        result: tuple[Any, Any] = call.forward_step(data_iterator, model)
+        if layer.looked_up is not None:
+            raise ForwardStepError(f"the forward step gives the model decoder_input: give {_FLAG} off")
+        return result
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
@@ -24,6 +24,7 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -42,7 +43,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, *, computes: bool = Tr
     shapes, the warm-up only creates communicators, because a stage learns the shapes from the previous stage. The same
     holds without `computes`, and if a rank's data source has no `__next__`, so that its data could not be read again.
     """
-    _make_communicators(stage.call.groups, stage.device)
+    _make_communicators(stage.call, stage.device)
     chunks: list[Any] = stage.call.chunks
     if not computes or stage.call.config.fp8 or stage.shapes_vary or not _can_rewind_everywhere(stage):
         return
@@ -109,13 +110,22 @@ def _rehearsal(stage: MegatronStage, store: WeightGradStore) -> Iterator[Megatro
         clear_aux_losses_tracker()
 
 
-def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
+def _make_communicators(call: StepCall, device: torch.device) -> None:
     """Create the communicator of every process group that a step may use, by one all-reduce in each group."""
-    expert_groups = (
-        parallel_state.get_expert_model_parallel_group(check_initialized=False),
-        parallel_state.get_expert_data_parallel_group(check_initialized=False),
-    )
-    for group in (groups.tp, groups.cp, groups.dp_cp, groups.pp, *expert_groups):
+    groups, of_experts = call.groups, ()
+    if getattr(call.config, "num_moe_experts", None) or call.config.fp8:
+        getters = (
+            parallel_state.get_expert_model_parallel_group,
+            parallel_state.get_expert_data_parallel_group,
+            parallel_state.get_expert_tensor_parallel_group,
+            parallel_state.get_expert_tensor_and_model_parallel_group,
+            parallel_state.get_tensor_and_context_parallel_group,
+            # The groups in which global auxiliary losses, and the largest values of fp8 tensors, are reduced.
+            parallel_state.get_tensor_and_data_parallel_group,
+            partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True),
+        )
+        of_experts = tuple(getter(check_initialized=False) for getter in getters)
+    for group in (groups.tp, groups.cp, groups.dp_cp, groups.pp, *of_experts):
         if group is not None and group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -8,7 +8,7 @@ their order, so that ranks run the schedule that was lowered and validated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from math import inf
 from operator import add, neg
@@ -16,7 +16,6 @@ from random import Random
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
-from megatron.zero_bubble.planner.memory_limit import bytes_with_unit
 from megatron.zero_bubble.planner.orders import orders_of_schedule
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import Limits, are_within, tolerance
@@ -24,7 +23,6 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS
-from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
 """A new order of the microbatches replaces the data's order if it saves at least this fraction of the step's time."""
@@ -55,6 +53,7 @@ def order_microbatches(
     limits: Limits | None = None,
     inside: Sequence[Sequence[float]] = (),
     names: Sequence[str] = (),
+    memory_text: Callable[[float], str] = "{:g}".format,
     num_tried: int = 60,
     interlocks: bool = False,
     overlap_communication: bool = True,
@@ -72,6 +71,7 @@ def order_microbatches(
             the order of the data.
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
         names: names of the microbatches, for the error message; by default their indices.
+        memory_text: returns the text of an amount of memory with its unit, for the error message.
         num_tried: number of microbatch orders that are simulated.
         interlocks: whether ranks start the next iteration before all ranks have finished. With `interlocks`, orders are
             compared by the longest span of a rank; without `interlocks`, orders are compared by the makespan.
@@ -97,7 +97,8 @@ def order_microbatches(
         if (best is None or tried < best_time - tolerance(best_time)) and step.fits(places, limits):
             best, best_time = places, tried
     if best is None:
-        raise step.infeasible(in_data_order, limits, names or [f"microbatch {number}" for number in in_data_order])
+        names = names or [f"microbatch {number}" for number in in_data_order]
+        raise step.infeasible(in_data_order, limits, names, memory_text)
     if best_time > time * (1 - WORTHWHILE) and step.fits(in_data_order, limits):
         best, best_time = in_data_order, time
     return MicrobatchOrder(best, best_time, time)
@@ -140,7 +141,7 @@ def _changed(places: _Places, generator: Random) -> _Places:
 
 def _changes_of_memory(problem: Problem) -> tuple[float, ...]:
     """Code of an operation -> memory that the operation allocates or, with a negative sign, releases at its start."""
-    costs, memory = problem.costs, problem.costs.memory()
+    costs, memory = problem.costs, problem.costs.memory
     changes = chain.from_iterable(memory[kind] for kind in problem.codes.kinds)
     dropped = problem.codes.costs(drop=tuple(map(neg, costs.memory_r)) or (0.0,) * costs.num_stages)
     return tuple(map(add, changes, dropped))
@@ -159,7 +160,7 @@ class _Step:
         overlap_communication: bool,
     ) -> None:
         assert schedule.num_microbatches == len(costs), "every microbatch has costs"
-        assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
+        assert not schedule.has_pairs, "the time of a pair depends on both microbatches"
         schedule = schedule.without_communication()
         self._inside = inside or [(0.0,) * schedule.num_stages] * len(costs)
         options = {"overlap_communication": overlap_communication, "takes_makespan": not interlocks}
@@ -218,14 +219,14 @@ class _Step:
 
         return [max(needed(lane)) for lane in graph.lanes]
 
-    def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
+    def infeasible(
+        self, places: _Places, limits: Limits, names: Sequence[str], text: Callable[[float], str]
+    ) -> Infeasible:
         """The error for a step that exceeds memory limits, with the fullest rank and the rank's largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]
         largest = kept.index(max(kept))
-        # The limits of a training job are in bytes.
-        text = bytes_with_unit if limits[rank] > 2**20 else "{:g}".format
         return Infeasible(
             f"the microbatches of this step need {text(peaks[rank])} of memory on rank {rank}, above the limit of "
             f"{text(limits[rank])}; the largest, {names[largest]}, keeps {text(kept[largest])} alone",

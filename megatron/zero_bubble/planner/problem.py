@@ -232,7 +232,7 @@ class Problem:
     @cached_property
     def latency(self) -> tuple[float, ...]:
         """Code of an operation -> compute time, plus the time for which receiving the input occupies the rank."""
-        times = self.costs.times()
+        times = self.costs.times
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
 
@@ -259,7 +259,7 @@ class Problem:
         w = tuple(each.after_w - each.after_b for each in self.footprints)
         r = tuple(each.restored for each in self.footprints)
         dropped = tuple(each.dropped for each in self.footprints)
-        memory = self.costs.memory()
+        memory = self.costs.memory
         shards = (memory[kind] for kind in self.codes.first if kind in VOCABULARY)
         return f + b + w + r + dropped + tuple(chain.from_iterable(shards))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
+from megatron.zero_bubble.planner.memory_limit import bytes_with_unit
 from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder, order_microbatches
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -95,6 +96,7 @@ class StepProblem:
             limits=rules.limits,
             inside=[[curve.at(size) for curve in inside] for size in self.sizes] if inside else (),
             names=[f"microbatch {number} ({size.tokens} tokens)" for number, size in enumerate(self.sizes)],
+            memory_text=bytes_with_unit,
             num_tried=_num_tried(costs) if rules.reorders else 1,
             interlocks=rules.interlocks,
         )

@@ -146,7 +146,7 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     costs = problem.costs
     fused = replace(
         costs,
-        time_b=tuple(costs.times()[OpKind.BW]),
+        time_b=tuple(costs.times[OpKind.BW]),
         time_w=tuple(max(SMALLEST, 1e-6 * w) for w in costs.time_w),
         memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
         memory_w=(0,) * problem.num_stages,

@@ -6,7 +6,7 @@ from megatron.zero_bubble.planner.fused_backwards import with_some_backwards_fus
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
-from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
+from megatron.zero_bubble.schedule.pairs import half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 
@@ -18,7 +18,7 @@ def measured_variant(schedule: Schedule, plan: RunSchedules) -> Schedule:
     forwards and backwards of every chunk separately. If every forward of `schedule` is a separate operation and the run
     uses the schedule `auto`, the variant replaces some B and W by fused backwards (BW).
     """
-    if not schedule.kinds.isdisjoint(PAIRED):
+    if schedule.has_pairs:
         schedule = half_apart(schedule)
     elif plan.adapts and plan.name == "auto":
         schedule = with_some_backwards_fused(schedule)

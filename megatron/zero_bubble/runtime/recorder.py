@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron.zero_bubble.schedule import Idle, Op, OpKind
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED, POST_VALIDATION
 
 
 class Clock(Protocol):

@@ -29,7 +29,7 @@ from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import Infeasible, Schedule, simulate
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _DRIFT_STEPS = 20
@@ -127,7 +127,7 @@ class Replanner:
             return self._decide(num_microbatches)
         if self._profile is None:
             return None
-        if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
+        if self._current.schedule(num_microbatches).has_pairs:
             return None  # a forward and a backward that run as a pair are not measured separately
         if self._is_checked(step):
             self._checked_numbers.add(num_microbatches)
@@ -168,7 +168,7 @@ class Replanner:
         ratio = self._measured.ratio_of_pairs
         self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step, ratio_of_pairs=ratio))
         # A plan that does not adapt continues, but without the variant of its schedule that measured the costs.
-        is_paired = not schedule.kinds.isdisjoint(PAIRED)
+        is_paired = schedule.has_pairs
         measured_another = is_paired or self._plan.recompute is not Recompute.NONE or self._plan.offloads
         return plan if self._plan.adapts or measured_another else None
 

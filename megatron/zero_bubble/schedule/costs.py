@@ -156,16 +156,18 @@ class StageCosts:
     def num_stages(self) -> int:
         return len(self.time_f)
 
+    @cached_property
     def times(self) -> Mapping[OpKind, Sequence[float]]:
-        """Return, for each kind of operation except sends and receives, the time of the operation on every stage.
+        """Kind of operation, except sends and receives -> time of the operation on every stage.
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
-        return self._times
+        return self._by_kind("time", "saves")
 
+    @cached_property
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
-        """Return, for each kind of operation except sends and receives, the change of memory on every stage."""
-        return self._memory
+        """Kind of operation, except sends and receives -> change of memory on every stage."""
+        return self._by_kind("memory", "frees")
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
@@ -180,7 +182,7 @@ class StageCosts:
             backward: stage of the backward in the pair.
         """
         exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
-        whole = self.time_f[forward] + self.times()[backward_kind][backward]
+        whole = self.time_f[forward] + self.times[backward_kind][backward]
         return max(whole - exchanged, exchanged)
 
     @property
@@ -304,14 +306,6 @@ class StageCosts:
             field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
-
-    @cached_property
-    def _times(self) -> Mapping[OpKind, Sequence[float]]:
-        return self._by_kind("time", "saves")
-
-    @cached_property
-    def _memory(self) -> Mapping[OpKind, Sequence[float]]:
-        return self._by_kind("memory", "frees")
 
     def _by_kind(self, added: str, subtracted: str) -> Mapping[OpKind, Sequence[float]]:
         """Kind -> cost on each stage: sum of the fields in column `added` of `KINDS`, minus the sum in `subtracted`."""

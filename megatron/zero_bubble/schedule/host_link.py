@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, OpKind
-from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, PAIRED, OpKind
+from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _Key = tuple[int, int]

@@ -19,6 +19,7 @@ from megatron.zero_bubble.schedule.kinds import (
     COMMUNICATION,
     FORWARDS,
     MESSAGES,
+    PAIRED,
     POST_VALIDATION,
     RESTORING,
     VOCABULARY,
@@ -217,6 +218,11 @@ class Schedule:
     def is_vocabulary_parallel(self) -> bool:
         """Whether the schedule has operations on vocabulary shards."""
         return not self.kinds.isdisjoint(VOCABULARY)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any forward and backward run as one operation."""
+        return not self.kinds.isdisjoint(PAIRED)
 
     @property
     def has_post_validation(self) -> bool:

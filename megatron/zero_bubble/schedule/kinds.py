@@ -376,3 +376,5 @@ RESTORING = COPIES | {OpKind.R}
 """The kinds of operations that release activations, or restore activations before the backward."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The kinds of operations that compute the gradient of a stage's input."""
+PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
+"""The kinds of backwards that run as one operation with the forward right before them."""

@@ -52,7 +52,7 @@ class Streams:
     """The NCCL streams of all ranks."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        self.schedule, self.costs, self.times = schedule, costs, costs.times()
+        self.schedule, self.costs, self.times = schedule, costs, costs.times
         self.validation = Stream(range(schedule.num_ranks))
         """The stream of the all-reduces of the gradient norm; STEP starts one, and the next VALIDATE waits for it."""
         self.time_of_reduction = collective_time(costs)

@@ -31,7 +31,7 @@ def memory_held(
     """
     memory: float = 0
     schedule = schedule.without_communication()
-    by_kind = in_groups(costs, schedule.groups).memory()
+    by_kind = in_groups(costs, schedule.groups).memory
     for op, change in zip(schedule.ops[rank], _changes(schedule, rank, by_kind, lengths), strict=True):
         yield op, memory + change if change > 0 else memory, memory + change
         memory += change
@@ -82,7 +82,7 @@ def peaks(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
     """Rank -> peak memory of the activations of the rank, in the unit of the costs."""
     schedule = schedule.without_communication()
-    by_kind = in_groups(costs, schedule.groups).memory()
+    by_kind = in_groups(costs, schedule.groups).memory
     changes = (_changes(schedule, rank, by_kind, lengths) for rank in range(schedule.num_ranks))
     # The memory after each operation is enough, because an operation that releases memory does not raise the peak.
     return tuple(max(accumulate(each, initial=0)) for each in changes)

@@ -15,10 +15,7 @@ from itertools import pairwise
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-
-PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
-"""The kinds of backwards that run as one operation with the forward right before them."""
+from megatron.zero_bubble.schedule.kinds import KINDS, PAIRED, OpKind
 
 
 def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
@@ -45,7 +42,7 @@ def numbered(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
 
 def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
     """The forwards of `rank` that run in pairs."""
-    if schedule.kinds.isdisjoint(PAIRED):
+    if not schedule.has_pairs:
         return frozenset()
     return frozenset(forward for forward, _ in pairs(schedule.ops[rank]))
 
@@ -53,7 +50,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
     """Operation of a pair on `rank` -> its duration: the time of the whole pair for the backward, 0 for the forward."""
     times: dict[Op, float] = {}
-    if schedule.kinds.isdisjoint(PAIRED):
+    if not schedule.has_pairs:
         return times
     stages, time_of_pair = schedule.placement.stages_of(rank), cache(costs.time_of_pair)
     for forward, backward in pairs(schedule.ops[rank]):
@@ -64,7 +61,7 @@ def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op,
 
 def check_pairs(schedule: Schedule, rank: int) -> None:
     """Raise `InvalidSchedule` if the backward of a pair is not right after a forward."""
-    if schedule.kinds.isdisjoint(PAIRED):
+    if not schedule.has_pairs:
         return
     before: Op | None = None
     for op in schedule.ops[rank]:

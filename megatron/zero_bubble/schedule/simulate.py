@@ -15,8 +15,8 @@ from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import circle, message_time, send_after, sources
 from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-from megatron.zero_bubble.schedule.pairs import PAIRED, times_in_pairs
+from megatron.zero_bubble.schedule.kinds import KINDS, PAIRED, OpKind
+from megatron.zero_bubble.schedule.pairs import times_in_pairs
 from megatron.zero_bubble.schedule.streams import HardwareQueues, run_on_streams
 from megatron.zero_bubble.schedule.timeline import Lanes, Timeline, timed_ops
 
@@ -78,7 +78,7 @@ def simulate(
 
 def simulates_lengths(schedule: Schedule) -> bool:
     """Whether `simulate` takes lengths of the schedule's microbatches: not with copies to the host or with pairs."""
-    return not schedule.offloads and schedule.kinds.isdisjoint(PAIRED)
+    return not (schedule.offloads or schedule.has_pairs)
 
 
 def _check_lengths(schedule: Schedule, lengths: Sequence[float]) -> None:
@@ -149,7 +149,7 @@ class _Simulation:
         self._lengths = lengths
         self._costs = costs
         self._overlaps = overlap_communication
-        self._times = costs.times()
+        self._times = costs.times
         facts = [KINDS[kind] for kind in schedule.kinds]
         results = {result for fact in facts for result in (*fact.makes, *(need.result for need in fact.needs))}
         self._rows = {result: row for row, result in enumerate(results)}

@@ -162,7 +162,7 @@ class Timeline:
         """Rank -> sum of the times of the rank's operations."""
         if self.lengths:
             return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
-        by_kind, work = in_groups(self.costs, self.schedule.groups).times(), []
+        by_kind, work = in_groups(self.costs, self.schedule.groups).times, []
         for rank, lane in enumerate(self.lanes):
             in_pairs = times_in_pairs(self.schedule, self.costs, rank)
             stages = self.schedule.placement.stages_of(rank)

@@ -28,12 +28,13 @@ from megatron.zero_bubble.schedule.kinds import (
     COMMUNICATION,
     FORWARDS,
     KINDS,
+    PAIRED,
     RECEIVES,
     SENDS,
     VOCABULARY,
     OpKind,
 )
-from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs, forwards_in_pairs
+from megatron.zero_bubble.schedule.pairs import check_pairs, forwards_in_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams

@@ -48,14 +48,15 @@ class States:
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
     mixed precision a parameter takes 2 bytes; a gradient takes 2 bytes, or 4 if gradients accumulate in fp32. Adam's
     state of a parameter takes 12 bytes (an fp32 copy and two moments), or less with `--use-precision-aware-optimizer`.
-    SGD keeps one moment with momentum, and none without; every other optimizer is counted as Adam. A sharded optimizer
-    may have several instances (groups of data-parallel ranks); each instance divides the whole state among the ranks of
-    the instance. Post-validation with a snapshot on the device keeps the optimizer's state twice.
+    SGD keeps one moment with momentum, and none without; every other optimizer is counted as Adam. A layer-wise
+    optimizer is counted as ZeRO stage 1. States that the optimizer keeps on the host are not counted. A sharded
+    optimizer may have several instances (groups of data-parallel ranks); each instance divides the whole state among
+    the ranks of the instance. Post-validation with a snapshot on the device keeps the optimizer's state twice.
     """
 
     parameter: int
     gradient: int
-    optimizer: int
+    optimizer: float
     """Bytes of the optimizer's states per parameter, including post-validation's snapshot if it is on the device."""
     zero_stage: int
     instances: int = 1
@@ -76,9 +77,11 @@ class States:
         in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not reduces_in_bf16) or size == 4
         num_moments = int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
-        own = (4 if size == 2 else 0) + 4 * num_moments
+        own: float = (4 if size == 2 else 0) + 4 * num_moments
         if getattr(args, "use_precision_aware_optimizer", False):
             own = _precision_aware(args)
+        if getattr(args, "optimizer_cpu_offload", False):
+            own *= 1 - args.optimizer_offload_fraction
         optimizer = own + (own + (4 if size == 4 else 0) if snapshot and not args.zero_bubble_rollback_on_host else 0)
         flags_stage = _zero_stage(args)
         is_fsdp = flags_stage >= 2 and zero_stage in (None, flags_stage)
@@ -154,4 +157,5 @@ def _precision_aware(args: Any) -> int:
 def _zero_stage(args: Any) -> int:
     if getattr(args, "use_torch_fsdp2", False):
         return 2 if args.torch_fsdp2_no_reshard_after_forward else 3
-    return int(bool(getattr(args, "use_distributed_optimizer", False)))
+    sharded = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+    return int(any(getattr(args, name, False) for name in sharded))

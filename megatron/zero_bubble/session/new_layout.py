@@ -17,8 +17,8 @@ from megatron.zero_bubble.runtime.device import least_free_bytes, own_device, re
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.schedule import OpKind
 from megatron.zero_bubble.schedule.formats import units_to_json
+from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
-from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.job_flags import JobFlags

@@ -112,8 +112,9 @@ def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
 
 def _draws_in_order(flags: JobFlags) -> bool:
     """Whether forwards draw random numbers that depend on the order of the forwards of a rank."""
-    draws = flags.attention_dropout or flags.hidden_dropout or flags.moe_input_jitter_eps
-    return bool(draws) and not flags.zero_bubble_seed_by_layer
+    routers = map(flags.given_model.get, ("moe_router_force_load_balancing", "moe_router_force_biased"))
+    draws = flags.attention_dropout, flags.hidden_dropout, flags.moe_input_jitter_eps, *routers
+    return any(draws) and not flags.zero_bubble_seed_by_layer
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:

@@ -92,7 +92,9 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
             replace(layer, time_r=layer.time_f, memory_r=max(0.0, layer.memory_f - kept), num_blocks=1)
             for layer in layers
         ]
-    return ModelCosts(embedding, tuple(layers), output, max(costs.time_comm, default=0.0))
+    saved = sum(costs.saved_bw) / sum(map(sum, (costs.time_b, costs.time_w)))
+    fused = 1 - saved if saved else 0.0  # unknown
+    return ModelCosts(embedding, tuple(layers), output, max(costs.time_comm, default=0.0), fused_backward=fused)
 
 
 def _sum(unit: UnitCosts, costs: Mapping[str, float]) -> UnitCosts:

@@ -17,7 +17,6 @@ from megatron.zero_bubble.schedule import Idle, Placement, StageCosts
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans, rehearsal_words
@@ -151,7 +150,7 @@ def describe_plan(report: Report) -> str:
     limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
-    if report.ratio_of_pairs is not None and not costs.has_all_to_all and schedule.kinds.isdisjoint(PAIRED):
+    if report.ratio_of_pairs is not None and not (costs.has_all_to_all or schedule.has_pairs):
         lines.append(f"     {without_gain(report.ratio_of_pairs)}")
     lines.append(f"     peak activations of each rank (MiB): {_mibs(prediction.peak_bytes)}")
     if any(profile.inside):

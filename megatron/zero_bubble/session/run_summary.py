@@ -56,7 +56,10 @@ class RunSummary:
         # pipeline, such as the optimizer's time, is the same under both schedules.
         span = prediction.timeline.cost  # `in_pipeline` is the mean of the longest spans of a rank, too
         work, predicted_work = in_pipeline * (1 - bubble), span * (1 - prediction.idle.bubble)
-        other = gain.times * prediction.time * work / predicted_work + milliseconds - in_pipeline
+        # In some schedules no rank is in the pipeline from the first operation to the last.
+        between_spans = (prediction.time - span) * work / predicted_work
+        outside = max(0.0, milliseconds - in_pipeline - between_spans)
+        other = gain.times * prediction.time * work / predicted_work + outside
         line = (
             f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each, "
             f"{in_pipeline:.1f} ms of it in the pipeline, {span:.1f} predicted; "

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron.zero_bubble.mcore.cpu import refuse_on_cpu
 from megatron.zero_bubble.session.environment import (
     check_batch_size,
     check_device_found,
@@ -166,6 +167,8 @@ def _check_needs(args: Arguments) -> None:
 
 
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
+    if not has_cuda:
+        refuse_on_cpu(args)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, length = args.context_parallel_size, args.seq_length
     parts = 2 * context * (tensor if args.sequence_parallel else 1)

@@ -52,8 +52,8 @@ FAULTS = (
     Fault(
         name="attention-dropout-forgotten-in-group-size",
         file="session/plans.py",
-        old="    draws = flags.attention_dropout or flags.hidden_dropout or flags.moe_input_jitter_eps",
-        new="    draws = flags.hidden_dropout or flags.moe_input_jitter_eps",
+        old="    draws = flags.attention_dropout, flags.hidden_dropout, flags.moe_input_jitter_eps, *routers",
+        new="    draws = flags.hidden_dropout, flags.moe_input_jitter_eps, *routers",
         effect=(
             "With attention dropout alone, an interleaved plan may change the order of forwards, so that its "
             "losses differ from megatron-core's."

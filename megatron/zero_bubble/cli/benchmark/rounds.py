@@ -20,9 +20,11 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Competition, Contestant, gather
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
+from megatron.zero_bubble.cli.invocation import value_of
 from megatron.zero_bubble.planner import PlanRequest, schedule_of
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
 """(placement, whether the vocabulary is sharded) -> measured costs of the stages."""
@@ -62,7 +64,9 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
             flags,
             competition.args,
             # A training may have chosen another placement than its schedule has by default.
-            _simulated_schedule(each, flags, costs) if placements.get(each) in (None, each.placement) else None,
+            _simulated_schedule(each, competition, flags, costs)
+            if placements.get(each) in (None, each.placement)
+            else None,
         )
         for each, own in turns.items()
     ]
@@ -107,14 +111,23 @@ def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | No
     return None if spread is None else spread.with_whole_vocabulary()
 
 
-def _simulated_schedule(contestant: Contestant, flags: BenchmarkFlags, measured: _Costs) -> Timeline | None:
+def _simulated_schedule(
+    contestant: Contestant, competition: Competition, flags: BenchmarkFlags, measured: _Costs
+) -> Timeline | None:
     placement, costs = contestant.placement, _measured_costs(contestant, measured)
     if contestant.schedule is None or placement is None or costs is None:
         return None
     group_size = flags.microbatch_group_size if placement.kind == "interleaved" else None
+    recompute = Recompute.NONE
+    if value_of("--recompute-granularity", (*competition.flags, *contestant.words)) == "full" and any(costs.time_r):
+        if contestant.measures_costs:
+            recompute = Recompute.FULL
+        else:  # other schedules than this project's recompute in the backward
+            costs = costs.recomputing_in_backward()
     request = PlanRequest(contestant.schedule, flags.num_microbatches, (placement,), costs, group_size=group_size)
+    request = replace(request, recomputes=(recompute,), vocabulary_parallel=contestant.spreads_vocabulary)
     try:
-        schedule = schedule_of(replace(request, vocabulary_parallel=contestant.spreads_vocabulary))
+        schedule = schedule_of(request)
     except ScheduleError:
         return None
     return simulate(schedule, costs)

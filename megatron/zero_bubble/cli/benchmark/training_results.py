@@ -51,15 +51,24 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of one GPU, or of one rank on a CPU; None if a script's flags have no sequence length."""
-        return None if self.args.seq_length is None else self._rate_of_sequences * self.args.seq_length
+        """Tokens per second of one GPU, or of one rank on a CPU; None if the flags do not determine a length."""
+        length = None if self._varies else self.args.seq_length
+        return None if length is None else self._rate_of_sequences * length
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s of one GPU: counted as --log-throughput does or, for a Megatron-LM script, as the script prints."""
+        """TFLOP/s of one GPU: counted as --log-throughput does or, for a Megatron-LM script, as the script prints.
+
+        None if sequences have different lengths, or if the script prints no TFLOP/s.
+        """
         if isinstance(self.args, Arguments):
-            return self._rate_of_sequences * flops_of_sequence(self.args) / 1e12
+            return None if self._varies else self._rate_of_sequences * flops_of_sequence(self.args) / 1e12
         return _median(value for turn in self.turns for value in turn.tflops)
+
+    @property
+    def _varies(self) -> bool:
+        """Whether sequences may be shorter than `seq_length`."""
+        return isinstance(self.args, Arguments) and self.args.variable_seq_lengths
 
     @property
     def _rate_of_sequences(self) -> float:

@@ -236,14 +236,12 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _measured_costs(self, placement: Placement) -> StageCosts:
-        """Return the profile's costs of the stages, or costs that are fitted to it if its ranks had other layers."""
+        """Return the profile's costs of the stages, or costs that are fitted to it if its stages had other layers."""
         assert self.profile is not None
         profile, partition, shards = self.profile, self.partition(placement), self.flags.vocabulary_parallel
-        measured = profile.placement, partition_of_profile(profile)
-        of_ranks = Placement("linear", placement.num_ranks), placement.sums(partition)
-        if measured in ((placement, partition), of_ranks) and (profile.costs.has_vocabulary or not shards):
-            costs = profile.costs if profile.placement == placement else profile.costs.split_ranks(placement)
-            costs = costs if shards else costs.with_whole_vocabulary()
+        is_same = (profile.placement, partition_of_profile(profile)) == (placement, partition)
+        if is_same and (profile.costs.has_vocabulary or not shards):
+            costs = profile.costs if shards else profile.costs.with_whole_vocabulary()
         elif plans_offload(self.flags) and self.host_rate is None:
             raise ScheduleError("the profile has the copy times of another layout: give --host-bandwidth")
         else:

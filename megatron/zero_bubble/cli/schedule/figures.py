@@ -28,12 +28,13 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import DROPPED, with_host_link
 from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS, OpKind
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, POST_VALIDATION, SENDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import num_recomputed, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.files import read_file, reading
@@ -67,10 +68,8 @@ class ScheduleFigures:
 
     @property
     def lost(self) -> float:
-        """Fraction of the schedule's cost (the longest span of a rank) that is bubble or recomputation."""
-        recomputing = (
-            sum(timed.end - timed.start for timed in lane if timed.op.kind is OpKind.R) for lane in self.timeline.lanes
-        )
+        """Fraction of the schedule's cost (the longest span of a rank) that is bubble or recomputation, in R or B."""
+        recomputing = map(self._recomputing, range(self.schedule.num_ranks))
         return float(1 - max(map(sub, self.timeline.work, recomputing)) / self.timeline.cost)
 
     @property
@@ -129,6 +128,20 @@ class ScheduleFigures:
             "iteration_time_without_post_validation": self.without_post_validation,
             "generation_seconds": self.generation_seconds,
         }
+
+    def _recomputing(self, rank: int) -> float:
+        """Time in which `rank` recomputes activations; a B that restores groups of layers recomputes, too."""
+        timeline, costs = self.timeline, self.timeline.costs
+        stages, grouped = self.schedule.placement.stages_of(rank), in_groups(costs, self.schedule.groups)
+        time = 0.0
+        for timed in timeline.lanes[rank]:
+            kind, stage = timed.op.kind, stages[timed.op.chunk]
+            if kind is OpKind.R:
+                time += timed.end - timed.start
+            elif kind in BACKWARDS:
+                in_backward = costs.time_r[stage] - grouped.time_r[stage]
+                time += (timed.end - timed.start) * in_backward / grouped.times[kind][stage]
+        return time
 
     def _name(self, op: Op | None) -> str | None:
         return None if op is None else operation_name(op, self.schedule.num_microbatches, self.steps)
@@ -226,6 +239,12 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
             raise ScheduleError(
                 f"argument --costs {flags.costs}: costs of {costs.num_stages} stages, but --pipeline-size "
                 f"{placement.num_ranks} needs {' or '.join(map(str, sizes))}"
+            )
+        num_shards = sum(time > 0 for time in costs.time_s)
+        if num_shards not in (0, placement.num_ranks):
+            raise ScheduleError(
+                f"argument --costs {flags.costs}: costs of {num_shards} vocabulary shards, one for each rank, need "
+                f"--pipeline-size {num_shards}, got {placement.num_ranks}"
             )
         if flags.host_bandwidth is not None:
             if not is_profile(_text_of(flags.costs)):

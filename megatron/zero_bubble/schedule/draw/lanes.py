@@ -22,8 +22,8 @@ from megatron.zero_bubble.schedule.draw.canvas import (
 )
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
 from megatron.zero_bubble.schedule.ir import Op
-from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
-from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
+from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, PAIRED, POST_VALIDATION
+from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 
 _MARK_WIDTH = 3
 """Smallest width of a mark in pixels. A mark shows a STEP, a VALIDATE, or an operation that takes no time."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Placement, PlacementKind, Schedule
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, PAIRED, OpKind
 
 _KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
 """(letters, True for the backward of a pair, else False) -> kind of operation."""
