@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -40,6 +42,28 @@ def test_samples_that_are_no_tensor_are_refused(batch, what):
     message = f"a batch contains a {what}, which is not split: give a tensor, or an iterator of microbatches"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         microbatches_of(batch, 4, CPU)
+
+
+@dataclass
+class Example:
+    ids: object
+
+
+@pytest.mark.parametrize("samples", [X, [0] * 8], ids=["tensor", "list"])
+@pytest.mark.parametrize("kind", [Example, lambda samples: UserDict(ids=samples)], ids=["attribute", "mapping"])
+def test_samples_inside_objects_that_are_not_split_are_refused(kind, samples):
+    target = kind(samples)
+    message = (
+        f"a batch contains a {type(target).__name__}, which is not split: give a dict of its tensors, or an iterator "
+        "of microbatches"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        microbatches_of((X, {"labels": target}), 4, CPU)
+
+
+def test_objects_without_samples_are_the_same_in_every_microbatch():
+    constants = UserDict(alpha=0.1, names=["a", "b"]), Example(torch.ones(3))
+    assert [targets[1:] for targets in microbatches_of((X, (X, *constants)), 4, CPU).targets] == [constants] * 4
 
 
 def test_an_iterator_may_yield_what_a_loss_understands():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import pipelines
+from rank_threads import merged, pipelines
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble.pipeline.gradients import average_over, own_norms, total_norm
@@ -65,6 +65,27 @@ def test_norms_come_from_the_functions_that_torch_uses(norm_type, has_other, mon
             assert found.dtype is expected.dtype
         else:
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_without_clipping_a_gradient_that_is_not_finite_changes_no_other_gradient(post_validation):
+    def use(pipeline):
+        optimizer = torch.optim.SGD(pipeline.parameters())
+        for name, parameter in pipeline.named_parameters():
+            if name == "0.weight":
+                parameter.register_hook(lambda grad: grad / 0)
+        outcomes = pipeline.train_step((torch.ones(8, 4), torch.zeros(8, 4)), optimizer), pipeline.settle()
+        assert not any(outcome.grad_norm.isfinite() for outcome in outcomes if outcome is not None)
+        return {name: bool(parameter.isfinite().all()) for name, parameter in pipeline.named_parameters()}
+
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": post_validation}
+    assert merged(pipelines(2, layers, mse_loss, use, **arguments)) == {
+        "0.weight": False,
+        "0.bias": True,
+        "1.weight": True,
+        "1.bias": True,
+    }
 
 
 def test_the_type_of_a_norm_may_be_a_string_as_in_torch():

@@ -115,14 +115,54 @@ class WithMask(nn.Module):
         return self.inner(x * torch.from_numpy(mask.numpy())), mask
 
 
-def test_a_mask_of_the_batch_needs_no_gradient_behind_a_checkpointed_layer():
+class MakesMask(nn.Module):
+    """Computes a mask beside its output, as the first layer of a model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = stack(1)[0][0]
+
+    def forward(self, value):
+        x, _ = value
+        return self.inner(x), (x > 0).float()
+
+
+@pytest.mark.parametrize("first", [WithMask, MakesMask])
+@pytest.mark.parametrize("partition", [[1], [2], [4]])
+def test_a_mask_needs_no_gradient_behind_a_checkpointed_layer(first, partition):
     _, (x, target) = stack(1)
     batch = (x, (torch.arange(x.numel()) % 3).view_as(x).float()), target
-    layers = [WithMask(), WithMask(), WithMask(), lambda value: value[0], *stack(1)[0]]
+    layers = [first(), WithMask(), WithMask(), lambda value: value[0], *stack(1)[0]]
 
     def train(checkpoint: bool) -> dict[str, torch.Tensor]:
-        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [4], "checkpoint": checkpoint}
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": partition, "checkpoint": checkpoint}
         steps = lambda pipeline: (pipeline.train_batch(batch), gradients_of(pipeline))[1]  # noqa: E731
+        return merged(pipelines(2, layers, nn.functional.mse_loss, steps, **arguments))
+
+    assert_equal(train(True), train(False))
+
+
+class Twofold(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (stack(1)[0][0] for _ in range(2))
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+def test_parts_of_a_checkpointed_layer_may_be_frozen_and_thawed():
+    layers, batch = [Twofold(), lambda pair: pair[0] * pair[1], *stack(1)[0]], stack(1)[1]
+
+    def train(checkpoint: bool) -> dict[str, torch.Tensor]:
+        def steps(pipeline):
+            for thaws in (True, False, True):
+                for name, parameter in pipeline.named_parameters():
+                    parameter.requires_grad_(thaws or "left" not in name)
+                pipeline.train_batch(batch)
+            return gradients_of(pipeline)
+
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [2], "checkpoint": checkpoint}
         return merged(pipelines(2, layers, nn.functional.mse_loss, steps, **arguments))
 
     assert_equal(train(True), train(False))

@@ -33,6 +33,16 @@ def broken() -> nn.Module:
     raise RuntimeError("no such\n  thing")
 
 
+ON_META = nn.Linear(4, 4, device="meta")
+
+
+def error_of_move(module: nn.Module) -> str:
+    """Return torch's error for a module that cannot be moved to the device of the pipeline."""
+    with pytest.raises(NotImplementedError) as error:
+        module.to("cpu")
+    return f"NotImplementedError: {error.value}"
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -69,6 +79,7 @@ def broken() -> nn.Module:
             "layer 1 (LazyLinear) has no shapes yet: call the module once before you give it to the pipeline, or use a "
             "class that takes all sizes",
         ),
+        (ON_META, f"layer 1 (Linear) failed: {error_of_move(ON_META)}"),
         (
             LayerSpec(nn.LazyLinear, 4),
             "layer 1 (LazyLinear) has no shapes yet: call the module once before you give it to the pipeline, or use a "
@@ -99,12 +110,20 @@ class SometimesTrained(nn.Module):
         return output, output * 2 if x.sum() > 0 else x
 
 
-def test_an_output_that_requires_a_gradient_in_some_microbatches_is_refused():
+@pytest.mark.parametrize(
+    ("checkpoint", "tensor"),
+    [
+        (False, "tensor 1 that stage 0 sends"),
+        (True, "recomputation of stage 0 failed: ValueError: tensor 1 that a checkpointed layer returns"),
+    ],
+)
+def test_an_output_that_requires_a_gradient_in_some_microbatches_is_refused(checkpoint, tensor):
     assert_message(
         [SometimesTrained(), lambda pair: pair[0] + pair[1]],
-        "microbatch 2: tensor 1 that stage 0 sends requires a gradient, but did not in the first microbatch: compute "
-        "it from parameters in every microbatch or in none",
+        f"microbatch 2: {tensor} requires a gradient, but did not in the first microbatch: compute it from parameters "
+        "in every microbatch or in none",
         batch=(torch.cat([-X[:4], X[4:]]), Y),
+        checkpoint=checkpoint,
     )
 
 

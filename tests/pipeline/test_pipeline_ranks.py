@@ -33,6 +33,10 @@ def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as
     before = "a batch of 8 samples does not divide into 3 microbatches"
     within = f"microbatch 2: layer 0 (Linear) failed: {error_of(torch.nn.Linear(6, 6), (2, 7))}"
     replicas = "replicas must be a group of ranks with the same stages, one rank of each replica; its first rank has "
+    reducer = (
+        "uses DistributedDataParallel, which needs a forward before each backward: give replicas=... to Pipeline, or "
+        "use fully_shard"
+    )
     expected = [
         f"rank {rank}: {problem}"
         for rank in range(2)
@@ -41,6 +45,9 @@ def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as
             within,
             f"{replicas}0.weight ([6, 6], torch.float32, True), rank 1 has 6.weight ([6, 6], torch.float32, True)",
             f"{replicas}0.weight ([6, 6], torch.float32, True), rank 1 has 0.weight ([7, 6], torch.float32, True)",
+            f"layer 0 (Sequential) {reducer}",
+            f"layer 0 (DistributedDataParallel) {reducer}",
+            *["replica 1: microbatch 0: layer 0 (Limited) failed: RuntimeError: too large"] * 2,
         )
     ]
     assert sorted(line for line in printed.splitlines() if line) == sorted(expected)

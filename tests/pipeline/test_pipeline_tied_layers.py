@@ -102,3 +102,38 @@ def test_the_state_of_layers_that_are_tied_on_one_stage_can_be_loaded():
             2, [*layers, nn.Tanh()], nn.functional.mse_loss, load, schedule="1f1b", partition=partition
         ):
             assert_equal(state, other)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "partition", "assign"), [("1f1b", [4], False), ("1f1b", [1], False), ("zb-v", "uniform", True)]
+)
+def test_a_tied_layer_that_a_state_lacks_gets_the_values_of_another_layer_with_its_key(schedule, partition, assign):
+    """Checkpoints of models with tied embeddings lack the weight of the output layer."""
+    both = TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH)
+    layers = [both, *stack(1)[0], both, nn.Tanh()]
+
+    def load(pipeline):
+        state = {name: torch.rand_like(value) for name, value in sorted(pipeline.full_state_dict().items())}
+        pipeline.load_state_dict({name: state[name] for name in state if not name.startswith("3.")}, assign=assign)
+        memory = {parameter.data_ptr() for parameter in pipeline.parameters()}
+        assert len(memory) == len(list(pipeline.parameters())), "an optimizer would change a copy twice"
+        return {name: state[name.replace("3.", "0.")] for name in state}, pipeline.state_dict()
+
+    for expected, own in pipelines(2, layers, nn.functional.mse_loss, load, schedule=schedule, partition=partition):
+        assert_equal(own, {name: expected[name] for name in own})
+
+
+@pytest.mark.parametrize("first_step", ["train_batch", "eval_batch"])
+def test_copies_with_other_random_numbers_are_equal_from_the_first_step_on(first_step):
+    both = TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH)
+    layers, batch = stack(1)
+
+    def use(pipeline):
+        pipeline.apply(lambda module: [parameter.data.normal_() for parameter in module.parameters(recurse=False)])
+        getattr(pipeline, first_step)(batch)
+        return pipeline.state_dict()
+
+    arguments = {"schedule": "1f1b", "num_microbatches": 4, "partition": [2]}
+    found = merged(pipelines(2, [both, *layers, both], nn.functional.mse_loss, use, **arguments))
+    assert torch.equal(found["0.weight"], found["3.weight"])
+    assert torch.equal(found["0.bias"], found["3.bias"])

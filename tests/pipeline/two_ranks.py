@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
-from megatron.zero_bubble import LayerSpec, Pipeline
+from megatron.zero_bubble import LayerSpec, Pipeline, PipelineOptions
 
 LAYERS = [layer for _ in range(4) for layer in (LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6), torch.tanh)]
+UNIFORM = PipelineOptions(partition="uniform")
 
 
 class Marked(nn.Linear):
@@ -57,12 +59,44 @@ def assert_equal(ours, reference) -> None:
 
 
 def refuse_replicas(rank: int, replicated: dict[str, dist.ProcessGroup]) -> None:
-    """Give the ranks of two stages as replicas, then replicas with different layers."""
-    for layers, groups in ((LAYERS, {"replicas": dist.group.WORLD}), ([nn.Linear(6, 6 + rank)], replicated)):
+    """Give the ranks of two stages as replicas, then replicas with different layers or with layers of replicas."""
+    wrapped = nn.Sequential(DistributedDataParallel(nn.Linear(6, 6)))
+    for layers, groups in (
+        (LAYERS, {"replicas": dist.group.WORLD}),
+        ([nn.Linear(6, 6 + rank)], replicated),
+        ([wrapped], replicated),
+        ([LayerSpec(lambda: DistributedDataParallel(nn.Linear(6, 6)))], {**replicated, "options": UNIFORM}),
+    ):
         try:
             Pipeline(layers, mse_loss, "zb-h1", 4, **groups)
         except ValueError as error:
             print(f"rank {rank}: {error}\n", end="", flush=True)
+
+
+class Limited(nn.Linear):
+    def forward(self, x):
+        if x.max() > 100:
+            raise RuntimeError("too large")
+        return super().forward(x)
+
+
+def fail_in_one_replica(rank: int, replicated: dict[str, dist.ProcessGroup], *, is_late: bool) -> None:
+    """Train until the second step fails on rank 1; without post-validation, train on."""
+    replica = Pipeline([Limited(6, 6)], mse_loss, "zb-h1", 4, PipelineOptions(post_validation=is_late), **replicated)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    inputs, targets = batch(rank)
+    try:
+        for factor in (1, 1000 if rank == 1 else 1, 1):
+            replica.train_step((factor * inputs, targets), optimizer)
+    except ValueError as error:
+        print(f"rank {rank}: {error}\n", end="", flush=True)
+    if not is_late:
+        optimizer.zero_grad()
+        replica.train_batch((inputs, targets))
+        averages = [torch.empty(6, 6) for _ in range(2)]
+        dist.all_gather(averages, replica.own_parameters()[0].grad)
+        assert torch.equal(*averages), "the averages are of different steps"
+    replica.close()
 
 
 def train_sharded(group: dist.ProcessGroup, *, is_late: bool) -> None:
@@ -126,6 +160,7 @@ def main(folder: str) -> None:
 
     refuse_replicas(rank, replicated)
     for is_late in (False, True):
+        fail_in_one_replica(rank, replicated, is_late=is_late)
         train_sharded(groups[rank], is_late=is_late)
 
     # On another number of ranks: each is a pipeline of its own, and a replica of the other.
@@ -138,7 +173,7 @@ def main(folder: str) -> None:
     assert_equal(replica.state_dict(), model.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.02
 
-    distributed = nn.parallel.DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    distributed = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
     copied = adam(distributed)
     copied.load_state_dict(reference.state_dict())
     for step in range(2):

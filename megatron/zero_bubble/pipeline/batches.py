@@ -85,7 +85,7 @@ def _inputs_and_targets(value: Any, problem: str) -> tuple[Any, Any]:
 
 
 def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
-    """Refuse lists and arrays of other libraries than torch that have an element for each sample.
+    """Refuse lists, arrays of other libraries than torch, and objects that contain data of each sample.
 
     Every microbatch would get all elements, because only tensors are split.
     """
@@ -95,15 +95,25 @@ def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
         kinds: Any = Constant if isinstance(node, list) else str if isinstance(node, tuple) else ()
         return kinds != () and len(node) in num_samples and all(isinstance(each, kinds) for each in node)
 
-    for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
-        if not isinstance(leaf, Sized) or isinstance(leaf, torch.Tensor | str | bytes):
-            continue
+    def has_samples(value: Any) -> bool:
         with suppress(TypeError):  # an array without dimensions has no length
-            if len(leaf) in num_samples:
-                raise ValueError(
-                    f"a batch contains a {type(leaf).__name__} of {len(leaf)}, which is not split: give a tensor, or "
-                    "an iterator of microbatches"
-                )
+            return isinstance(value, Sized) and not isinstance(value, str | bytes) and len(value) in num_samples
+        return False
+
+    for leaf in pytree.tree_leaves(batch, is_leaf=is_column):
+        if isinstance(leaf, torch.Tensor):
+            continue
+        if not isinstance(leaf, Mapping) and has_samples(leaf):
+            raise ValueError(
+                f"a batch contains a {type(leaf).__name__} of {len(leaf)}, which is not split: give a tensor, or "
+                "an iterator of microbatches"
+            )
+        inside = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        if any(map(has_samples, inside.values())):
+            raise ValueError(
+                f"a batch contains a {type(leaf).__name__}, which is not split: give a dict of its tensors, or an "
+                "iterator of microbatches"
+            )
 
 
 def _split_tensors(value: Any, count: int) -> list[Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from torch import nn
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load, Microbatches, common_form
 from megatron.zero_bubble.pipeline.failures import Failure
+from megatron.zero_bubble.pipeline.gradients import TiedLayer
+from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec, StageMessage
@@ -35,7 +35,8 @@ class StepMessages:
     of each activation.
 
     Args:
-        tied: key of a tied layer -> stage of this rank -> module with the tied layer's copy on the stage.
+        held: the layers of this rank.
+        tied: the layers of this rank that are tied across stages.
         shapes_vary: whether header messages announce the shapes of activations in every step.
     """
 
@@ -45,11 +46,12 @@ class StepMessages:
         placement: Placement,
         interconnect: Interconnect,
         agreement: Agreement,
-        tied: Mapping[str, Mapping[int, nn.Module]],
+        held: HeldLayers,
+        tied: Sequence[TiedLayer],
         *,
         shapes_vary: bool,
     ) -> None:
-        self._stage, self._placement, self._tied = stage, placement, tied
+        self._stage, self._placement, self._held, self._tied = stage, placement, held, tied
         self._interconnect, self._agreement = interconnect, agreement
         self._first, self._last = (placement.rank_of(stage) for stage in (0, placement.num_stages - 1))
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
@@ -82,6 +84,10 @@ class StepMessages:
             self._open_headers()
         key = trains, *described
         if key not in self._discovered:
+            if not self._discovered:
+                # Each rank may have initialized its copies with other random numbers, for example in `Pipeline.apply`.
+                for tied in self._tied:
+                    tied.equalize()
             self._discovered[key] = self._discover()
             if any(len(spec.tensors) > 1 for spec in self._discovered[key].values()):
                 device = self._interconnect.device
@@ -122,7 +128,7 @@ class StepMessages:
             form = form.announced()
         tied = tuple(
             (key, tuple(parameter.requires_grad for parameter in copy.parameters()))
-            for key, copies in self._tied.items()
+            for key, copies in self._held.tied.items()
             for copy in copies.values()
         )
         return _Description(f"{form!r} {autocast} {self._stage.described_parameters()}", vary, tied)

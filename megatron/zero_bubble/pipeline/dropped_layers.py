@@ -7,45 +7,63 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, versions_of
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, gets_gradient, versions_of
 from megatron.zero_bubble.runtime.recomputation_store import Blocks, ForwardMode, RecomputationStore
 
 Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer; `Blocks.mode` decides whether F keeps or drops the layer's activations."""
+    """Runs a checkpointed layer; `Blocks.mode` decides whether F keeps or drops the layer's activations.
 
-    def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
-        self._layer, self._store, self._device = layer, store, device
+    Args:
+        layer: the function that runs the layer.
+        module: the module with the layer's parameters.
+    """
+
+    def __init__(self, layer: Layer, module: torch.nn.Module, store: RecomputationStore, device: torch.device) -> None:
+        self._layer, self._module, self._store, self._device = layer, module, store, device
+        self._needs_gradient: dict[tuple[tuple[bool, ...], ...], tuple[bool, ...]] = {}
+        """(whether each input needs a gradient, `requires_grad` of each parameter) -> whether each output does."""
 
     def __call__(self, value: Any) -> Any:
         blocks = self._store.current
         if blocks is None:
             return self._probe(value) if torch.is_grad_enabled() else self._layer(value)
         message = StageMessage.of(value)
+        # A layer that skips some microbatches, as with LayerDrop, changes the needs of the following layers.
+        *_, of_last_probe = self._needs_gradient.values()
+        needs_gradient = self._needs_gradient.get(self._needs_before(value), of_last_probe)
+        if not any(needs_gradient):  # without a backward, autograd keeps no activations
+            return self._layer(value)
         if blocks.mode is ForwardMode.KEEP:
             output = self._layer(value)
             blocks.keep(message.tensors, StageMessage.of(output).tensors)
             return output
-        call = _DroppedCall(self._layer, message.spec, blocks, Autocast.current(self._device.type))
+        call = _DroppedCall(self._layer, message.spec, needs_gradient, blocks, Autocast.current(self._device.type))
         # An extra input always needs a gradient: a layer whose other inputs need none would otherwise have no backward.
         dummy = torch.empty(0, requires_grad=True)
         outputs = _Dropped.apply(call, dummy, *message.tensors)
         assert call.returned is not None
         return call.returned.value_of(outputs)
 
-    def _probe(self, value: Any) -> Any:
-        """Run the layer; if the layer changes its input in place, give the layer a copy of its input in later calls.
+    def _needs_before(self, value: Any) -> tuple[tuple[bool, ...], ...]:
+        return _needs_of(value), tuple(parameter.requires_grad for parameter in self._module.parameters())
 
-        Without a copy of the input, F would overwrite the input that R needs, and in R autograd would refuse the
-        in-place change of a leaf tensor.
+    def _probe(self, value: Any) -> Any:
+        """Run the layer, and find out which outputs need gradients and whether the layer changes its input in place.
+
+        If the layer changes its input in place, the layer gets a copy of its input in later calls. Without a copy of
+        the input, F would overwrite the input that R needs, and in R autograd would refuse the in-place change of a
+        leaf tensor.
         """
-        before = versions_of(value)
+        before, needs_before = versions_of(value), self._needs_before(value)
         output = self._layer(value)
+        self._needs_gradient[needs_before] = _needs_of(output)
         if before != versions_of(value):
             layer = self._layer
             self._layer = lambda value: layer(clone_tensors(value))
@@ -53,14 +71,18 @@ class DroppingLayer:
 
 
 class _DroppedCall:
-    """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph."""
+    """A call of a checkpointed layer, computed in F without an autograd graph and repeated in R with a graph.
 
-    def __init__(self, layer: Layer, input_spec: MessageSpec, blocks: Blocks, autocast: Autocast) -> None:
+    Args:
+        outputs_need: for each output, whether it needs a gradient.
+    """
+
+    def __init__(
+        self, layer: Layer, input_spec: MessageSpec, outputs_need: Sequence[bool], blocks: Blocks, autocast: Autocast
+    ) -> None:
         self._layer, self._input_spec, self._autocast = layer, input_spec, autocast
-        self.blocks = blocks
+        self.outputs_need, self.blocks = outputs_need, blocks
         self.returned: MessageSpec | None = None
-        self.passed_on: list[int] = []
-        """Numbers of the outputs that are inputs without a gradient, such as masks."""
         self._inputs: Sequence[torch.Tensor] = ()
         self._output: StageMessage | None = None
 
@@ -74,8 +96,6 @@ class _DroppedCall:
             inputs = [tensor.detach() for tensor in tensors]
             output = StageMessage.of(self._layer(self._input_spec.value_of(inputs)))
         self.returned = output.spec
-        constants = {id(tensor) for tensor, needs in zip(inputs, needs_gradient, strict=True) if not needs}
-        self.passed_on = [k for k, tensor in enumerate(output.tensors) if id(tensor) in constants]
         return output.tensors
 
     def recompute(self) -> None:
@@ -89,6 +109,12 @@ class _DroppedCall:
             torch.set_rng_state(self._random_state)
             set_device_states(devices, states)
             self._output = StageMessage.of(self._layer(self._input_spec.value_of(self._inputs)))
+        needs = list(zip(self._output.spec.needs_gradient, self.outputs_need, strict=False))
+        if (True, False) in needs:
+            raise ValueError(
+                f"tensor {needs.index((True, False))} that a checkpointed layer returns requires a gradient, but did "
+                "not in the first microbatch: compute it from parameters in every microbatch or in none"
+            )
         self._output.release()
 
     def run_backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
@@ -96,6 +122,11 @@ class _DroppedCall:
         self._output.backward(grads)
         inputs, self._inputs, self._output = self._inputs, (), None
         return [tensor.grad for tensor in inputs]
+
+
+def _needs_of(value: Any) -> tuple[bool, ...]:
+    """Return, for each tensor in `value`, whether autograd computes the tensor's gradient."""
+    return tuple(gets_gradient(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class _Dropped(torch.autograd.Function):
@@ -108,8 +139,8 @@ class _Dropped(torch.autograd.Function):
         ctx.during_backward = call.blocks.put(call.recompute)
         # Detached, because an input that the layer returns is not the output of this function.
         outputs = tuple(output.detach() for output in outputs)
-        if len(call.passed_on) < len(outputs):  # A function without any differentiable output would have no backward.
-            ctx.mark_non_differentiable(*(outputs[k] for k in call.passed_on))
+        pairs = zip(outputs, call.outputs_need, strict=False)
+        ctx.mark_non_differentiable(*(output for output, needs in pairs if not needs))
         return outputs
 
     @staticmethod

@@ -44,11 +44,16 @@ class TiedLayer:
         if len(members) > 1:
             self._collectives = interconnect.collectives(members, interconnect.device)
         self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-        with torch.no_grad():
-            for copies in self._copies():
-                value = self._broadcast(stages[0], copies, copies.get(stages[0]))
-                for parameter in copies.values():
-                    parameter.copy_(value)
+        self.equalize()
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """Give all copies the weights of the copy on the first stage; a collective call of the ranks with a copy."""
+        first = self._stages[0]
+        for copies in self._copies():
+            value = self._broadcast(first, copies, copies.get(first))
+            for parameter in copies.values():
+                parameter.copy_(value)
 
     def _copies(self) -> list[dict[int, torch.nn.Parameter]]:
         """Return one dict for each parameter of the tied layer: stage of this rank -> the stage's copy.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.failures import failing_as
 from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
 from megatron.zero_bubble.pipeline.options import PipelineOptions
@@ -54,7 +55,8 @@ class LayerBuilder:
         """Build the layers of the stages of `rank`.
 
         Raises:
-            ValueError: a layer cannot be built, or, with `post_validation`, a layer has an embedding with `max_norm`.
+            ValueError: a layer cannot be built or moved to the device, or, with `post_validation`, a layer has an
+                embedding with `max_norm`.
         """
         chunks: list[list[HeldLayer]] = []
         tied: dict[str, dict[int, nn.Module]] = defaultdict(dict)
@@ -74,7 +76,7 @@ class LayerBuilder:
             )
         call = call_of(layer, module)
         if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
-            call = DroppingLayer(call, self.recomputation_store, self.device)
+            call = DroppingLayer(call, module, self.recomputation_store, self.device)
         return HeldLayer(index, class_name_of(layer), module, call)
 
     def _module(self, index: int, stage: int, tied: dict[str, dict[int, nn.Module]]) -> nn.Module:
@@ -82,7 +84,9 @@ class LayerBuilder:
         key = tie_of(self.layers[index])
         if key is not None and stage in tied[key]:
             return tied[key][stage]
-        module = module_of(self.layers, index, self.device).to(self.device)
+        module = module_of(self.layers, index, self.device)
+        with failing_as(f"layer {index} ({class_name_of(self.layers[index])})"):
+            module = module.to(self.device)
         if key is not None:
             tied[key][stage] = module
         return module

@@ -11,6 +11,7 @@ all gradients (see `RecentSteps`).
 
 from __future__ import annotations
 
+import math
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -208,5 +209,5 @@ def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """Tell whether `clip_grads_with_norm_` would change gradients whose total norm is `norm`."""
-    return not bool(max_norm / (norm + 1e-6) >= 1.0)
+    """Tell whether gradients whose total norm is `norm` have to be clipped."""
+    return not (max_norm == math.inf or bool(max_norm / (norm + 1e-6) >= 1.0))

@@ -13,7 +13,6 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.called_modules import inside_sharded
-from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.first_backward import is_needed, run_first_backward
 from megatron.zero_bubble.pipeline.forward_state import ForwardState, renormalized, without_trace
@@ -174,7 +173,7 @@ class LayerStage:
             raise ValueError(problem)
         output = output.in_order_of(expected)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
-        if (True, False) in needs and not self._is_checkpointed(chunk):
+        if (True, False) in needs:
             raise ValueError(
                 f"tensor {needs.index((True, False))} that stage {stage} sends requires a gradient, but did not in the "
                 "first microbatch: compute it from parameters in every microbatch or in none"
@@ -270,16 +269,12 @@ class LayerStage:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
-        if is_trained and (self._is_checkpointed(chunk) or not any(output.spec.needs_gradient)):
+        if is_trained and not any(output.spec.needs_gradient):
             # Layers may skip some microbatches, as with LayerDrop; the message has the same gradients for every
             # microbatch.
             needs_gradient = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in output.tensors)
             return StageMessage(replace(output.spec, needs_gradient=needs_gradient), output.tensors)
         return output
-
-    def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether the chunk has a checkpointed layer, whose outputs require gradients if F drops activations."""
-        return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
         with failing_as("loss_fn"):

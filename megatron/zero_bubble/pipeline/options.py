@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.specs import class_name_of, refuse_lazy, tie_of, words_of
+from megatron.zero_bubble.pipeline.specs import class_name_of, refuse_unusable, tie_of, words_of
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 
@@ -196,7 +196,7 @@ def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Ma
 
     Raises:
         ValueError: on every rank, if an argument differs between two ranks, `num_microbatches` is no whole number above
-            zero, `schedule` is neither a name nor a `Schedule`, or a layer is an uninitialized lazy module.
+            zero, `schedule` is neither a name nor a `Schedule`, or `refuse_unusable` refuses a layer.
     """
     first, *following = agreement.collect(lambda: _argument_texts(layers, others))
     for rank, words in enumerate(following, start=1):
@@ -214,7 +214,7 @@ def _argument_texts(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
     if not isinstance(others["schedule"], str | Schedule):
         raise ValueError(f"schedule must be a name or a Schedule, got {others['schedule']!r}")
     for index, layer in enumerate(layers):
-        refuse_lazy(index, layer)
+        refuse_unusable(index, layer)
     words = {
         name: _schedule_words(value) if isinstance(value, Schedule) else repr(value) for name, value in others.items()
     }

@@ -14,6 +14,7 @@ from megatron.zero_bubble.pipeline.forward_state import memory_of
 from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms, unsharded
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
+from megatron.zero_bubble.pipeline.messages import clone_tensors
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 
 
@@ -56,10 +57,15 @@ class PartialModel(nn.Module):
         parameters = self.own_named_parameters().items()
         return own_norms([(layer_of(name), each) for name, each in parameters if each not in copies], norm_type)
 
-    def _hold(self, held: HeldLayers, tied: Sequence[TiedLayer], num_layers: int) -> None:
+    def _hold(self, held: HeldLayers, tied: Sequence[TiedLayer], keys: Sequence[str | None]) -> None:
+        """Register the layers of this rank.
+
+        Args:
+            keys: for each layer of the model, the key of the tied layer, or None.
+        """
         for layer in held.layers:
             self.add_module(str(layer.index), layer.module)
-        self._tied, self._num_layers = tied, num_layers
+        self._tied, self._keys = tied, keys
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model in host memory on every rank; `torch.nn.Sequential` can load the state.
@@ -76,9 +82,19 @@ class PartialModel(nn.Module):
         return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's layers from `state_dict`, which may contain layers of other ranks as well."""
-        elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # layers may share a module
+        """Load this rank's layers from `state_dict`, which may contain layers of other ranks as well.
+
+        As with a module that occurs several times in `torch.nn.Sequential`, a tied parameter gets the last value that
+        `state_dict` has for a layer with the same key.
+        """
+        elsewhere = set(map(str, range(len(self._keys)))) - set(self._modules)  # layers may share a module
         state = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
+        for name in super().state_dict():
+            key = self._keys[layer_of(name)]
+            for layer in (layer for layer, other in enumerate(self._keys) if other == key is not None):
+                same = f"{layer}.{name.partition('.')[2]}"
+                if same in state_dict:  # cloned, because with `assign` two copies on this rank would share memory
+                    state[name] = state_dict[same] if same == name else clone_tensors(state_dict[same])
         return super().load_state_dict(state, strict, assign)
 
     def _copy_first(self, replicas: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,13 @@ from megatron.zero_bubble.pipeline.options import (
 )
 from megatron.zero_bubble.pipeline.partial_model import PartialModel
 from megatron.zero_bubble.pipeline.rank_steps import RankSteps
+from megatron.zero_bubble.pipeline.specs import tie_of
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
+from megatron.zero_bubble.runtime.joint import attempt, from_all_ranks
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.schedule import Schedule
+
+T = TypeVar("T")
 
 logger = logging.getLogger("megatron.zero_bubble")
 
@@ -99,7 +103,7 @@ class Pipeline(PartialModel):
         # One rank plans, so that all ranks get the same schedule or raise the same error.
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
-        self._hold(self._steps.held, self._steps.tied, len(layers))
+        self._hold(self._steps.held, self._steps.tied, [tie_of(layer) for layer in layers])
         self._late = LateSteps(self._steps, interconnect, self) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
@@ -128,7 +132,7 @@ class Pipeline(PartialModel):
                 stage ignores the batch.
 
         Raises:
-            ValueError: on all ranks of the pipeline, if the batch is invalid, or the forward or backward of a layer
+            ValueError: on all ranks of all replicas, if the batch is invalid, or the forward or backward of a layer
                 fails; also inside a closure of `torch.optim.LBFGS`.
         """
         return self._train(batch)
@@ -156,8 +160,9 @@ class Pipeline(PartialModel):
                 self._agreement.raise_any(take_step(optimizer))
             optimizer.zero_grad()
             return outcome
+        load, run = self._load_to_train(batch), self._late.run
         with torch.enable_grad():
-            self._late.run(self._load_to_train(batch), optimizer)
+            self._in_all_replicas(lambda: run(load, optimizer))
         with torch.autocast(self.device.type, enabled=False):
             self._sum_gradients()
             self._late.step(optimizer, max_norm)
@@ -185,10 +190,25 @@ class Pipeline(PartialModel):
         return [of_all[stage] for stage in range(self.schedule.num_stages)]
 
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
-        self._validate()
-        loss = self._steps.train(self._load_to_train(batch), recorder)
+        load = self._load_to_train(batch)
+
+        def run() -> torch.Tensor:
+            self._validate()
+            return self._steps.train(load, recorder)
+
+        loss = self._in_all_replicas(run)
         self._sum_gradients()
         return loss
+
+    def _in_all_replicas(self, run: Callable[[], T]) -> T:
+        """Run the forwards and backwards of a step; raise an error of one replica in all replicas."""
+        if self._replicas is None:
+            return run()
+        result, error = attempt(run)
+        for replica, problem in enumerate(from_all_ranks(error and str(error), self._replicas)):
+            if problem is not None:
+                raise ValueError(f"replica {replica}: {problem}") from (error and error.__cause__)
+        return cast(T, result)
 
     def _load(self, batch: Any) -> Load:
         self._agreement.check_open()
@@ -240,12 +260,12 @@ class Pipeline(PartialModel):
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before scaling.
 
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
-        counts once.
+        counts once. With `max_norm=math.inf`, gradients do not change, even if the norm is not finite.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         of_ranks = self._agreement.gather(self.gradient_norms(norm_type))
         total = total_norm(list(chain(*of_ranks)), self.device, norm_type)
-        if any(of_ranks):
+        if any(of_ranks) and max_norm != math.inf:
             nn.utils.clip_grads_with_norm_(self.own_parameters(), max_norm, total)
         return total
 

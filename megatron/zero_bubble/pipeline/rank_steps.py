@@ -61,7 +61,7 @@ class RankSteps:
         self.tied = connect_ties(layers, layout, self.held, interconnect)
         shapes_vary = options.variable_shapes
         self.messages = StepMessages(
-            self.stage, placement, interconnect, agreement, self.held.tied, shapes_vary=shapes_vary
+            self.stage, placement, interconnect, agreement, self.held, self.tied, shapes_vary=shapes_vary
         )
         self._orders = StepOrders(self._schedule, self._rank, agreement, device)
         self._plans_order = options.microbatch_order == "planned" and options.offload is None

@@ -105,10 +105,26 @@ def words_of(module: torch.nn.Module) -> str:
     return f"{class_name_of(module)}({shapes})"
 
 
-def refuse_lazy(index: int, layer: Any) -> None:
-    """Raise `ValueError` if a layer is a lazy module, such as `nn.LazyLinear`, whose shapes are not known yet."""
+_GRADIENT_REDUCERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
+"""Names of classes that sum gradients over ranks, and expect a forward before each backward."""
+
+
+def refuse_unusable(index: int, layer: Any) -> None:
+    """Check that a pipeline can train layer `index`, if the layer is a module already.
+
+    Raises:
+        ValueError: the layer is a lazy module, such as `nn.LazyLinear`, whose shapes are not known yet; or a module
+            inside the layer sums gradients over ranks, which would miss the gradients of most microbatches.
+    """
     if not isinstance(layer, torch.nn.Module):
         return
+    # By name, because importing `torch.distributed.fsdp` takes time.
+    kinds = {kind.__name__ for module in layer.modules() for kind in type(module).__mro__}
+    for name in sorted(kinds & _GRADIENT_REDUCERS):
+        raise ValueError(
+            f"layer {index} ({class_name_of(layer)}) uses {name}, which needs a forward before each backward: give "
+            "replicas=... to Pipeline, or use fully_shard"
+        )
     if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise ValueError(
             f"layer {index} ({class_name_of(layer)}) has no shapes yet: call the module once before you give it to the "
@@ -134,7 +150,7 @@ def module_of(layers: Sequence[Any], index: int, device: torch.device) -> torch.
 
     Raises:
         ValueError: the layer is not a module, a function or a `LayerSpec`, cannot be built from its `LayerSpec`, or is
-            an uninitialized lazy module.
+            refused by `refuse_unusable`.
     """
     layer = layers[index]
     if isinstance(layer, LayerSpec):
@@ -154,7 +170,7 @@ def module_of(layers: Sequence[Any], index: int, device: torch.device) -> torch.
         if not callable(layer):
             raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")
         layer = FunctionLayer(layer)
-    refuse_lazy(index, layer)
+    refuse_unusable(index, layer)
     return layer
 
 

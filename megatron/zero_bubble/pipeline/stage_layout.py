@@ -14,7 +14,7 @@ from megatron.zero_bubble.pipeline import boundaries
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
 from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.shared_state import refuse_shared
-from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, class_name_of, refuse_lazy
+from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, class_name_of, refuse_unusable
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs, with_host_link
@@ -142,7 +142,7 @@ def num_parameters(index: int, layer: Any) -> int:
                 f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
                 f"device ({one_line(error)}): choose another partition than 'parameters'"
             ) from error
-    refuse_lazy(index, layer)
+    refuse_unusable(index, layer)
     return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
 
 
