@@ -1,7 +1,6 @@
 """Going on with another learning rate, or without what the checkpoint has besides the model.
 
-`make test` goes on in each way that a learning rate can. The exhaustive trainings take one of them, without the
-optimizer's state or by another spelling.
+`make test` goes on in each way that a learning rate can. The exhaustive trainings take one of them by other flags.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings
 
-IN_MAKE_TEST = ("same", "checkpoint", "flags", "model alone")
+IN_MAKE_TEST = ("same", "checkpoint", "flags", "another optimizer", "model alone")
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +60,26 @@ def ways(*names: str) -> pytest.MarkDecorator:
     )
 
 
-@ways("same", "checkpoint", "checkpoint, a new optimizer", "another precision", "another optimizer")
+@ways("same", "checkpoint")
 def test_the_checkpoints_schedule_goes_on(trainings: Trainings, name: str) -> None:
     assert rates(trainings, name) == pytest.approx({3: 0.01 * 5 / 8, 4: 0.01 * 4 / 8})
 
 
-@ways("flags", "flags, as Megatron-LM spells it", "flags, a new optimizer")
+@ways("flags", "flags, as Megatron-LM spells it")
 def test_the_flags_schedule_takes_its_place(trainings: Trainings, name: str) -> None:
     """The flags' bounds hold, although the optimizer's state brings back those of the checkpoint."""
     assert rates(trainings, name) == pytest.approx({3: 1e-3 + 4e-3 * 5 / 8, 4: 1e-3 + 4e-3 * 4 / 8})
+
+
+@ways("another precision", "another optimizer")
+def test_without_the_optimizers_state_the_schedule_begins_anew(trainings: Trainings, name: str) -> None:
+    assert rates(trainings, name) == pytest.approx({3: 0.01 * 7 / 8, 4: 0.01 * 6 / 8})
+
+
+@ways("flags, a new optimizer", "checkpoint, a new optimizer")
+def test_without_the_optimizers_state_the_flags_schedule_begins_anew(trainings: Trainings, name: str) -> None:
+    """Like Megatron-LM, the trainer does not load the checkpoint's schedule without the optimizer's state."""
+    assert rates(trainings, name) == pytest.approx({3: 1e-3 + 4e-3 * 7 / 8, 4: 1e-3 + 4e-3 * 6 / 8})
 
 
 def test_the_model_alone_begins_anew(trainings: Trainings) -> None:

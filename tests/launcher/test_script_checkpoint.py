@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -11,8 +13,11 @@ from unittest import mock
 import pytest
 
 from megatron.zero_bubble.launcher import script_checkpoint
-from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint, record_stages
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.script_checkpoint import ScriptCheckpoint, load_arguments, record_stages
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.session.start_up import SessionError
 
 
@@ -102,6 +107,38 @@ def test_arguments_are_not_read_from_a_local_checkpoint(folder: Path, reads: moc
         assert arguments.non_persistent_ckpt_type == expected
 
 
+def test_an_unreadable_checkpoint_is_refused_with_the_reason_that_megatron_lm_prints(
+    folder: Path, reads: mock.Mock
+) -> None:
+    def ends(given: Namespace, load_arg: str) -> None:
+        print("could not load the checkpoint\nfailed finding central directory\nframe #0: read()")
+        sys.exit()
+
+    reads.side_effect = ends
+    with pytest.raises(SessionError) as error:
+        checkpoint_of(folder).check_stages(job_of("V"))
+    assert str(error.value) == f"--load {folder}: could not load the checkpoint: failed finding central directory"
+
+
+@pytest.mark.parametrize(
+    ("given", "placement", "loaded"), [(None, "v", "*-*-"), (None, None, "*|-|*|-"), ("*-|*-", "v", "*-|*-")]
+)
+def test_a_pattern_from_a_checkpoint_has_no_stages_of_a_chosen_layout(
+    given: str | None, placement: str | None, loaded: str
+) -> None:
+    """Otherwise, `--use-checkpoint-args` would fix the layout, and the chosen placement would not be restored."""
+    saved = Namespace(hybrid_layer_pattern="*|-|*|-", zero_bubble_placement=placement)
+
+    def load_args_from_checkpoint(args: Namespace, load_arg: str = "load") -> tuple[Namespace, Namespace]:
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern or saved.hybrid_layer_pattern
+        return args, saved
+
+    script = Namespace(hybrid_layer_pattern=given)
+    bound = inspect.signature(load_args_from_checkpoint).bind(script)
+    assert load_arguments(Call(load_args_from_checkpoint, bound)) == (script, saved)
+    assert script.hybrid_layer_pattern == loaded
+
+
 PLACEMENTS = {
     "linear": Placement("linear", 2),
     "interleaved": Placement("interleaved", 2, 2),
@@ -110,8 +147,11 @@ PLACEMENTS = {
 }
 
 
-def partition_of(placement: Placement) -> list[int]:
-    return [8 // placement.num_stages] * placement.num_stages
+def job_of(name: str, layers: Sequence[int] = (), **flags: object) -> JobSettings:
+    """A job of eight layers, which are spread evenly by default."""
+    placement = PLACEMENTS[name]
+    even = (8 // placement.num_stages,) * placement.num_stages
+    return JobSettings(JobFlags(**flags), None, placement, tuple(layers) or even)
 
 
 # Megatron-LM saves no V, and records no stages.
@@ -127,12 +167,12 @@ def test_a_file_a_rank_fits_only_its_own_layout(
     chunks = PLACEMENTS[was].num_chunks
     saved = Namespace(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
     if is_recorded:
-        record_stages(saved, PLACEMENTS[was], partition_of(PLACEMENTS[was]))
+        record_stages(saved, job_of(was))
     reads.side_effect = lambda script, load_arg: (script, saved)
     checkpoint = checkpoint_of(folder)
     fits = was == now
     with nullcontext() if fits else pytest.raises(SessionError, match=r"^[^\n]+$") as error:
-        checkpoint.check_stages(PLACEMENTS[now], partition_of(PLACEMENTS[now]))
+        checkpoint.check_stages(job_of(now))
     if error is not None:
         assert str(error.value).startswith(
             f"--load {folder}: a checkpoint of format torch loads only into its own layout ({chunks} chunk"
@@ -142,22 +182,43 @@ def test_a_file_a_rank_fits_only_its_own_layout(
 
 def test_other_layers_of_the_stages_do_not_fit(reads: mock.Mock, folder: Path) -> None:
     saved = Namespace(virtual_pipeline_model_parallel_size=None)
-    record_stages(saved, PLACEMENTS["linear"], [3, 5])
+    record_stages(saved, job_of("linear", [3, 5]))
     reads.side_effect = lambda script, load_arg: (script, saved)
     message = (
         r"its own layout \(1 chunk a rank, layers 3 5\), and this job has another \(1 chunk a rank, layers 4 4\): "
     )
     with pytest.raises(SessionError, match=message):
-        checkpoint_of(folder).check_stages(PLACEMENTS["linear"], [4, 4])
+        checkpoint_of(folder).check_stages(job_of("linear"))
+
+
+SHARDS = {"zero_bubble_vocabulary_parallel": "on"}
+
+
+@pytest.mark.parametrize("now", [{}, SHARDS])
+@pytest.mark.parametrize("was", [None, {}, SHARDS])
+def test_a_file_a_rank_fits_only_with_or_without_vocabulary_shards(
+    reads: mock.Mock, folder: Path, was: dict[str, str] | None, now: dict[str, str]
+) -> None:
+    """Megatron-LM would keep random values of parameters with other names. It saves no shards, and records nothing."""
+    saved = Namespace()
+    if was is not None:
+        record_stages(saved, job_of("linear", **was))
+    reads.side_effect = lambda script, load_arg: (script, saved)
+    with nullcontext() if (was or {}) == now else pytest.raises(SessionError) as error:
+        checkpoint_of(folder, finetune=True).check_stages(job_of("linear", **now))
+    if error is not None:
+        layers = "1 chunk a rank" if was is None else "1 chunk a rank, layers 4 4"
+        had, has = ("", ", vocabulary shards") if now else (", vocabulary shards", "")
+        assert f"({layers}{had}), and this job has another ({layers}{has}): " in str(error.value)
 
 
 def test_a_checkpoint_without_arguments_is_loaded(reads: mock.Mock, folder: Path) -> None:
     reads.side_effect = lambda script, load_arg: script
-    checkpoint_of(folder).check_stages(PLACEMENTS["V"], [2] * 4)
+    checkpoint_of(folder).check_stages(job_of("V"))
 
 
 def test_sharded_checkpoints_are_not_read(reads: mock.Mock, folder: Path) -> None:
-    checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_stages(PLACEMENTS["V"], [2] * 4)
+    checkpoint_of(with_shards(folder), ckpt_format="torch_dist").check_stages(job_of("V"))
     reads.assert_not_called()
 
 
@@ -193,4 +254,21 @@ def test_states_of_a_distributed_optimizer_may_fit_no_other_layout(
 ) -> None:
     """Megatron-LM shards them by the buckets of DDP, unless the saved job had a flag."""
     reads.side_effect = lambda script, load_arg: (script, Namespace(**saved))
-    assert checkpoint_of(with_shards(folder), ckpt_format="torch_dist", **script).keeps_optimizers_layout is keeps
+    settings = {"ckpt_format": "torch_dist", "use_distributed_optimizer": True, **script}
+    assert checkpoint_of(with_shards(folder), **settings).keeps_optimizers_layout is keeps
+
+
+def test_states_of_a_distributed_optimizer_that_do_not_fit_are_refused(reads: mock.Mock, folder: Path) -> None:
+    saved = Namespace(use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=False)
+    record_stages(saved, job_of("V"))
+    reads.side_effect = lambda script, load_arg: (script, saved)
+    checkpoint = checkpoint_of(with_shards(folder), ckpt_format="torch_dist", use_distributed_optimizer=True)
+    checkpoint.check_stages(job_of("V"))
+    with pytest.raises(SessionError) as error:
+        checkpoint.check_stages(job_of("linear"))
+    assert str(error.value) == (
+        f"--load {folder}: the state of the distributed optimizer loads only into its own layout (2 chunks a rank, in "
+        "a V, layers 2 2 2 2), and this job has another (1 chunk a rank, layers 4 4): choose flags that give the "
+        "layout of the checkpoint, give --no-load-optim, or save the checkpoint again with its flags and "
+        "--dist-ckpt-optim-fully-reshardable, which fits every layout"
+    )

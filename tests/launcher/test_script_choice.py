@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from unittest import mock
@@ -10,10 +11,19 @@ import pytest
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_choice import check_chunk_functions, settle_layout, validate_arguments
+from megatron.zero_bubble.launcher.script_choice import (
+    build_layout,
+    check_chunk_functions,
+    settle_layout,
+    validate_arguments,
+)
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError
+from megatron.zero_bubble.planner import Layout
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
+from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launcher.script_flags import script_arguments
 
@@ -107,3 +117,33 @@ def test_a_micro_batch_size_may_be_a_default_of_the_script(defaults: dict[str, i
         return
     with pytest.raises(SessionError, match=r"^--micro-batch-size is missing: give the number of sequences"):
         validate_arguments(LaunchFlags(zero_bubble=True), call)
+
+
+LIMITS = (100.0, 200.0, 200.0, 100.0)
+"""The memory limits, in bytes, under which the layout was chosen."""
+
+
+@pytest.mark.parametrize(("was", "now"), [("1.5", "1.5"), ("1.5", None), (None, "1.5"), (None, None)])
+def test_a_resumed_script_keeps_the_limits_of_its_layout_with_the_same_memory_limit(
+    was: str | None, now: str | None
+) -> None:
+    saved = script_arguments(use_distributed_optimizer=False)
+    layout = flags_of_layout(Layout(Placement("v", 4, 2), (1,) * 8))
+    choice = ChosenLayout({**layout, "zero_bubble_layout_limits": LIMITS})
+    flags, resumed = (LaunchFlags(zero_bubble=True, zero_bubble_memory_limit=limit) for limit in (was, now))
+    job = job_settings(flags_of(saved, flags), {}, has_cuda=False, choice=choice)
+    build_layout(saved, Call(pytest.fail, inspect.signature(lambda: None).bind()), job, mock.Mock())
+    restored = saved_choice(saved, flags_of(script_arguments(use_distributed_optimizer=False), resumed))
+    assert restored is not None
+    assert restored.flags["zero_bubble_layout_limits"] == (LIMITS if was == now else None)
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_megatrons_layout_is_kept_for_states_of_a_distributed_optimizer_only_if_they_fit(fit: bool) -> None:
+    checkpoint = mock.Mock(is_continued=False, other_format=None, keeps_optimizers_layout=True)
+    checkpoint.check_stages.side_effect = None if fit else SessionError("they fit another layout")
+    session = mock.Mock()
+    refused = contextlib.nullcontext() if fit else pytest.raises(SessionError, match=r"^they fit another layout$")
+    with mock.patch("megatron.zero_bubble.launcher.script_choice.check_chunks"), refused:
+        settle_layout(script_arguments(), checkpoint, session, mock.Mock(), {})
+    assert session.keep_megatrons_layout.called is fit

@@ -14,7 +14,7 @@ from megatron.zero_bubble.launcher.config_deferral import ConfigDeferral
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
-from megatron.zero_bubble.launcher.script_checkpoint import writes_in_threads
+from megatron.zero_bubble.launcher.script_checkpoint import load_arguments, writes_in_threads
 from megatron.zero_bubble.launcher.script_choice import refuse_restarts, validate_arguments
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation
 from megatron.zero_bubble.session.start_up import SessionError
@@ -70,6 +70,11 @@ class ScriptHooks:
             "megatron.training.training:pretrain(train_valid_test_dataset_provider)",
             "keeps the function that makes the datasets, whose parameters tell whether a rank may have several chunks",
             self._keep_data_provider,
+        )
+        yield Hook(
+            "megatron.training.checkpointing:load_args_from_checkpoint(args, load_arg)",
+            "reads a checkpoint's arguments; gives the script a layer pattern without the stages of a chosen layout",
+            load_arguments,
         )
         yield Hook(
             "megatron.training.arguments:validate_args(args)",
@@ -221,10 +226,6 @@ class ScriptHooks:
         """Yield the functions of megatron-core and Megatron-LM that the launcher relies on but does not replace."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
-        yield Needed(
-            "megatron.training.checkpointing:load_args_from_checkpoint(args, load_arg)",
-            "reads a checkpoint's arguments, which include the layout chosen for the saved job",
-        )
         yield Needed(
             "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
             "(run_function, distribute_saved_activations)",

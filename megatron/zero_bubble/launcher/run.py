@@ -127,7 +127,7 @@ class Run:
                 build_layout(self._script, call, self.session.job, self.stages)
         check_chunk_functions(call, self._data_provider, self.session.job)
         if checkpoint is not None:
-            checkpoint.check_stages(self.session.job.placement, self.session.job.partition)
+            checkpoint.check_stages(self.session.job)
         call["model_provider_func"] = self.stages.placed_provider(call["model_provider_func"])
         return call.proceed()
 
@@ -174,7 +174,7 @@ class Run:
             self.units.wrap_in_ddp(call)
             return
         self._keep_layout()
-        record_stages(self._script, self.session.job.placement, self.session.job.partition)
+        record_stages(self._script, self.session.job)
         with users_mistakes():
             self._check_class(unwrap_model(call["module"]))
             self._shard()

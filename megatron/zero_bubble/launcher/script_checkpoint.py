@@ -6,16 +6,18 @@ import contextlib
 import copy
 import io
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.checkpoint_writing import written_in_threads
 from megatron.zero_bubble.runtime.joint import jointly
-from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.hybrid_pattern import undivided
+from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _RESHARDED = "torch_dist"
@@ -23,6 +25,11 @@ _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STAGES = "zero_bubble_stages"
 """Name of the script argument that records a job's stages: kind of placement, chunks a rank, layers of each stage."""
+_PLACEMENT, _VOCABULARY = "zero_bubble_placement", "zero_bubble_vocabulary_parallel"
+"""Names of the script arguments that record a chosen placement, and whether a job has vocabulary shards."""
+_PATTERN = "hybrid_layer_pattern"
+_DISTRIBUTED = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+"""Names of the script arguments for an optimizer whose states are spread over replicas."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +109,21 @@ class ScriptCheckpoint:
     @property
     def keeps_optimizers_layout(self) -> bool:
         """Whether the script loads states of a distributed optimizer that fit only the layout of the saved job."""
-        loads_states = self.is_continued and self._iteration != "release"
+        loads_states = self.is_continued and self._iteration != "release" and _spreads_states(self.script)
         if not loads_states or getattr(self.script, "no_load_optim", False) or (saved := self.arguments) is None:
             return False
         if getattr(saved, "no_save_optim", False) or getattr(saved, "dist_ckpt_optim_fully_reshardable", True):
             return False
-        names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
-        return any(getattr(saved, name, False) for name in names)
+        return _spreads_states(saved)
 
     @cached_property
     def arguments(self) -> Namespace | None:
         """The checkpoint's arguments; None if the checkpoint has no arguments. The first access is a collective call.
 
         To get the arguments of a checkpoint of format torch, Megatron-LM reads a rank's whole file.
+
+        Raises:
+            SessionError: Megatron-LM cannot read the file.
         """
 
         def read() -> Namespace | None:
@@ -125,57 +134,86 @@ class ScriptCheckpoint:
             given = copy.copy(self.script)
             if getattr(given, "non_persistent_ckpt_type", None) == "local":
                 given.non_persistent_ckpt_type = None  # Megatron-LM reads no arguments from a local checkpoint.
-            with contextlib.redirect_stdout(io.StringIO()):
-                result = load_args_from_checkpoint(given, load_arg=self.name)
+            printed = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(printed):
+                    result = load_args_from_checkpoint(given, load_arg=self.name)
+            except SystemExit as error:  # Megatron-LM prints the reason, and then ends the script.
+                raise SessionError(f"{self}: {': '.join(printed.getvalue().splitlines()[:2])}") from error
             return result[1] if isinstance(result, tuple) else None
 
         return jointly(read)
 
     @users_mistakes()
-    def check_stages(self, placement: Placement, partition: Sequence[int]) -> None:
-        """Refuse a checkpoint with one file per rank if its ranks had other stages than in this job; a collective call.
+    def check_stages(self, job: JobSettings) -> None:
+        """Refuse a checkpoint that fits only its own layout if `job` has another layout; a collective call.
 
-        Megatron-LM loads such a file without an error, because it matches layers by their numbers on the rank. The
-        weights of layers from another stage, and of chunks and layers that are not in the file, would be wrong.
-
-        Args:
-            placement: the placement of this job.
-            partition: this job's number of layers of every stage, in model order.
+        Megatron-LM loads a checkpoint with one file per rank without an error, because it matches layers by their
+        numbers on the rank. The weights of layers from another stage, of chunks and layers that are not in the file,
+        and of the vocabulary, if only one of the jobs has vocabulary shards, would be wrong.
 
         Raises:
             SessionError: the checkpoint does not fit the job.
         """
-        if (kind := self.other_format) is None or self.arguments is None:
+        kind = self.other_format
+        if (kind is None and not self.keeps_optimizers_layout) or self.arguments is None:
             return
-        now = _stages(placement, partition)
+        now = _stages(job)
         was = getattr(self.arguments, _STAGES, None)
         if was is None:
             # The checkpoint was saved without zero bubble, or by an earlier version, which recorded only a chosen
             # placement.
             chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
-            given = getattr(self.arguments, "zero_bubble_placement", None)
+            given = getattr(self.arguments, _PLACEMENT, None)
             was, now = (given or ("linear" if chunks == 1 else "interleaved"), chunks), now[:2]
-        if was != now:
-            raise SessionError(
-                f"{self}: a checkpoint of format {kind} loads only into its own layout ({_words(was)}), and this job "
-                f"has another ({_words(now)}): choose flags that give the layout of the checkpoint, or save the "
-                f"checkpoint again with its flags and --ckpt-format {_RESHARDED}, which fits every layout"
-            )
+        had_shards, has_shards = getattr(self.arguments, _VOCABULARY, None) == "on", job.flags.vocabulary_parallel
+        if (was, had_shards) == (now, has_shards):
+            return
+        content, other, flag = f"a checkpoint of format {kind}", "", f"--ckpt-format {_RESHARDED}"
+        if kind is None:
+            content, other = "the state of the distributed optimizer", "give --no-load-optim, "
+            flag = "--dist-ckpt-optim-fully-reshardable"
+        raise SessionError(
+            f"{self}: {content} loads only into its own layout ({_words(was, had_shards)}), and this job has another "
+            f"({_words(now, has_shards)}): choose flags that give the layout of the checkpoint, {other}or save the "
+            f"checkpoint again with its flags and {flag}, which fits every layout"
+        )
 
 
-def record_stages(script: Namespace, placement: Placement, partition: Sequence[int]) -> None:
-    """Record the stages of this job in the script's arguments, which Megatron-LM saves in checkpoints."""
-    setattr(script, _STAGES, _stages(placement, partition))
+def load_arguments(call: Call) -> Any:
+    """When `load_args_from_checkpoint` is called, leave the stages of a chosen layout out of the layer pattern.
+
+    With `--use-checkpoint-args`, Megatron-LM copies a pattern that is not on the command line from the checkpoint. The
+    job that saved the checkpoint had divided its pattern into the stages of the chosen layout.
+    """
+    script = call["args"]
+    given = getattr(script, _PATTERN, None)
+    result = call.proceed()
+    pattern = getattr(script, _PATTERN, None)
+    if given is None and pattern is not None and getattr(result[1], _PLACEMENT, None) is not None:
+        setattr(script, _PATTERN, undivided(pattern))
+    return result
 
 
-def _stages(placement: Placement, partition: Sequence[int]) -> tuple[str | int, ...]:
-    return placement.kind, placement.num_chunks, *partition
+def record_stages(script: Namespace, job: JobSettings) -> None:
+    """Record the stages and the vocabulary shards of `job` in the script's arguments, which checkpoints contain."""
+    setattr(script, _STAGES, _stages(job))
+    setattr(script, _VOCABULARY, job.flags.zero_bubble_vocabulary_parallel)
 
 
-def _words(stages: tuple[str | int, ...]) -> str:
+def _stages(job: JobSettings) -> tuple[str | int, ...]:
+    return job.placement.kind, job.placement.num_chunks, *job.partition
+
+
+def _words(stages: tuple[str | int, ...], has_shards: bool) -> str:
     kind, num_chunks, *layers = stages
     words = f"{num_chunks} chunk{'' if num_chunks == 1 else 's'} a rank{', in a V' if kind == 'v' else ''}"
-    return f"{words}, layers {' '.join(map(str, layers))}" if layers else words
+    words += f", layers {' '.join(map(str, layers))}" if layers else ""
+    return f"{words}, vocabulary shards" if has_shards else words
+
+
+def _spreads_states(script: Namespace) -> bool:
+    return any(getattr(script, name, False) for name in _DISTRIBUTED)
 
 
 def writes_in_threads(script: Namespace) -> AbstractContextManager[None]:

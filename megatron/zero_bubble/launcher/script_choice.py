@@ -170,7 +170,7 @@ def settle_layout(
             "--non-persistent-ckpt-type local: there is a local checkpoint, but --load has no checkpoint that records "
             "the layout: give the flags that the first job printed below its table of layouts"
         )
-    if (reason := _reason_to_keep(script, checkpoint)) is None:
+    if (reason := _reason_to_keep(script, checkpoint, session.job)) is None:
         try:
             costs = units.measure(setup, session)
         except (SessionError, UnmeasuredError) as error:
@@ -203,7 +203,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
     """Change settings so that `setup_model_and_optimizer` builds the stages of `job`'s layout."""
     placement = job.placement
-    for name in (*SAVED_NAMES, "step_batch_sizes"):
+    for name in (*SAVED_NAMES, "step_batch_sizes", "zero_bubble_memory_limit"):
         setattr(script, name, getattr(job.flags, name))
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
@@ -231,8 +231,15 @@ def _has_local_checkpoint(setup: Call) -> bool:
     return manager is not None and manager.find_latest() >= 0
 
 
-def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> str | None:
-    """Return the reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
+def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None, job: JobSettings) -> str | None:
+    """Return the reason why a script's model needs Megatron's layout; None if another layout may be chosen.
+
+    Args:
+        job: the settings with Megatron's layout.
+
+    Raises:
+        SessionError: the states of the distributed optimizer need another layout than Megatron's.
+    """
     if getattr(script, "skip_train", False):
         return "the run only evaluates"
     if (name := _other_source(script)) is not None:
@@ -240,6 +247,7 @@ def _reason_to_keep(script: Namespace, checkpoint: ScriptCheckpoint | None) -> s
     if checkpoint is not None and (kind := checkpoint.other_format) is not None:
         return f"the checkpoint in {checkpoint} has the format {kind}, which fits no other layout"
     if checkpoint is not None and checkpoint.keeps_optimizers_layout:
+        checkpoint.check_stages(job)
         return (
             f"the optimizer's states in {checkpoint} fit no other layout: save with "
             "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"

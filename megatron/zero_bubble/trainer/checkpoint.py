@@ -150,14 +150,13 @@ class Checkpointer:
     def _load(self, folder: Path) -> dict[str, Any]:
         """Load the training state from `folder`, and return the part of the checkpoint that is common to all ranks."""
         args = self._args
-        needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
+        with_optimizer = not (args.finetune or args.no_load_optim)
+        needed = ("args", "opt_param_scheduler") if with_optimizer else ("args",)
         description, common = jointly(lambda: read_checked(folder, needed))
         check_model_shape(args, common["args"])
-        if not args.finetune:
+        if with_optimizer:
             ours = _schedule(self._scheduler.state_dict(), args)
             check_schedule(args, ours, _schedule(common["opt_param_scheduler"], common["args"]))
-        with_optimizer = not (args.finetune or args.no_load_optim)
-        if with_optimizer:
             check_optimizer(args, common["args"])
         sharding = {**_SHARDING, **common.get("content_metadata", {})}
         with_rng = not (args.finetune or args.no_load_rng)
@@ -173,10 +172,9 @@ class Checkpointer:
                 chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
             if with_optimizer:
                 self._optimizer.load_state_dict(state["optimizer"])
+                self._restore_scheduler(state["opt_param_scheduler"], common["args"])
             else:
                 self._optimizer.reload_model_params()
-            if not args.finetune:
-                self._restore_scheduler(state["opt_param_scheduler"], common["args"])
             if with_rng:
                 for name, (_, set_state) in _generators().items():
                     set_state(state["rng_state"][0][name])
