@@ -147,3 +147,10 @@ def test_megatrons_layout_is_kept_for_states_of_a_distributed_optimizer_only_if_
     with mock.patch("megatron.zero_bubble.launcher.script_choice.check_chunks"), refused:
         settle_layout(script_arguments(), checkpoint, session, mock.Mock(), {})
     assert session.keep_megatrons_layout.called is fit
+
+
+def test_states_that_are_on_the_host_already_are_not_offloaded() -> None:
+    """megatron-core would end in a KeyError in the first step."""
+    call = Call(vars, inspect.signature(lambda args: None).bind(script_arguments(optimizer_cpu_offload=True)))
+    with pytest.raises(SessionError, match=r"^--optimizer-cpu-offload needs a GPU, because .*: leave it out$"):
+        validate_arguments(LaunchFlags(zero_bubble_schedule="zb-h1", zero_bubble_cpu=True), call)

@@ -315,10 +315,3 @@ def test_a_v_is_refused_for_a_model_whose_tied_weights_it_would_not_copy() -> No
     run._built.append(torch.nn.Linear(1, 1))  # the language model inside of the script's model, such as LLaVA's
     with pytest.raises(SessionError, match=r"^a V placement needs .*GPTModel or .*, got Linear: choose a linear sched"):
         run.wrap_in_ddp(Call(lambda module: None, wrap))
-
-
-def test_states_that_are_on_the_host_already_are_not_offloaded() -> None:
-    """megatron-core would end in a KeyError in the first step."""
-    call = Call(vars, inspect.signature(lambda args: None).bind(script_arguments(optimizer_cpu_offload=True)))
-    with pytest.raises(SessionError, match=r"^--optimizer-cpu-offload needs a GPU, because .*: leave it out$"):
-        validate_arguments(LaunchFlags(zero_bubble_schedule="zb-h1", zero_bubble_cpu=True), call)
