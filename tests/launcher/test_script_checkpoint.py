@@ -272,3 +272,11 @@ def test_states_of_a_distributed_optimizer_that_do_not_fit_are_refused(reads: mo
         "layout of the checkpoint, give --no-load-optim, or save the checkpoint again with its flags and "
         "--dist-ckpt-optim-fully-reshardable, which fits every layout"
     )
+
+
+def test_states_of_which_no_shards_are_recorded_are_loaded_with_shards(reads: mock.Mock, folder: Path) -> None:
+    """Version 0.2 recorded only chosen shards; megatron-core notices states that do not fit."""
+    saved = Namespace(use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=False)
+    reads.side_effect = lambda script, load_arg: (script, saved)
+    checkpoint = checkpoint_of(with_shards(folder), ckpt_format="torch_dist", use_distributed_optimizer=True)
+    checkpoint.check_stages(job_of("linear", **SHARDS))

@@ -80,6 +80,6 @@ def test_routers_that_draw_their_logits_are_seeded_too():
 
 
 def test_other_models_are_refused_even_without_dropout():
-    refused = r"^--zero-bubble-seed-by-layer needs megatron-core's GPTModel or \w+, got Linear$"
+    refused = r"^--zero-bubble-seed-by-layer needs megatron-core's GPTModel or \w+, got Linear: leave it out$"
     with pytest.raises(ValueError, match=refused), drawn_by_unit(5, [torch.nn.Linear(1, 1)], lambda: 1):
         pass

@@ -99,3 +99,16 @@ def test_steps_whose_sizes_are_not_known_are_left_out():
     profile = SizeProfile(Placement("linear", 2), 0)
     profile.collect(1, [measured(OpKind.F, 0, 1.0)])
     assert sized_costs(profile._samples, USUAL) is None
+
+
+def test_of_stages_that_restore_groups_of_layers_only_the_times_of_f_are_known():
+    """B contains parts of R and W there, and F keeps less than without recomputation."""
+    profile = SizeProfile(Placement("linear", 2), 0)
+    profile.note(1, SIZES, groups=(2, 1))
+    profile.collect(1, [measured(kind, k, 9.0, 100.0) for kind in (OpKind.F, OpKind.B, OpKind.W) for k in range(4)])
+    costs = sized_costs(profile._samples, USUAL)
+    assert costs is not None
+    mean = MicrobatchSize(9, 81)
+    assert costs.of(mean).time_f[0] == pytest.approx(9)
+    for name in ("time_b", "time_w", "memory_f", "memory_b"):
+        assert getattr(costs.of(mean), name)[0] == pytest.approx(getattr(USUAL, name)[0])

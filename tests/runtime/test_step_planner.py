@@ -110,7 +110,7 @@ def test_a_pipeline_runs_the_schedule_that_another_one_needs():
 
 
 def test_a_sequence_that_does_not_fit_is_named():
-    with pytest.raises(Infeasible, match=r"microbatch 1 \(50 tokens\), keeps 50 alone"):
+    with pytest.raises(Infeasible, match=r"microbatch 1 \(50 tokens\), keeps 50B alone"):
         decide(planner_after(2), (10, 50, 10), 30.0)
 
 
@@ -180,7 +180,7 @@ def test_a_late_plan_is_replaced_by_the_last_order_where_no_limit_holds(ahead: A
 def test_a_sequence_that_does_not_fit_is_named_by_the_step_that_has_it(ahead: Ahead):
     planner = planner_after(2)
     decide(planner, (10, 10, 10), 30.0, ahead=(10, 50, 10))
-    with pytest.raises(Infeasible, match=r"microbatch 1 \(50 tokens\), keeps 50 alone"):
+    with pytest.raises(Infeasible, match=r"microbatch 1 \(50 tokens\), keeps 50B alone"):
         decide(planner, (10, 50, 10), 30.0)
 
 

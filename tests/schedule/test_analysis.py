@@ -49,6 +49,14 @@ def test_a_fast_rank_waits_for_forwards():
     assert bubbles(simulate(generate("gpipe", 2, 2), costs))[1] == Bubble(9, 8, 0, 0, 0, 2)
 
 
+def test_a_pair_sends_after_its_backward():
+    timeline = simulate(generate("dualpipe-v", 4, 8), StageCosts.uniform(8, time_comm=0.3), overlap_communication=False)
+    for bubble in bubbles(timeline):
+        assert min(bubble.waiting_for_forward, bubble.waiting_for_backward, bubble.communication) >= -1e-9
+    ends = {rank: timed.end for rank, timed in critical_path(timeline)}
+    assert max(ends.values()) == timeline.makespan
+
+
 def test_communication_that_occupies_the_rank_is_a_cause_of_its_own():
     schedule = made_of("linear", 2, 1, 2, "F0 F1 BW0 BW1", "F0 BW0 F1 BW1")
     timeline = simulate(schedule, StageCosts.uniform(2, 10, 10, 10, 1), overlap_communication=False)

@@ -14,6 +14,7 @@ from megatron.zero_bubble.schedule import (
     Placement,
     Schedule,
     ScheduleError,
+    StageCosts,
     lower,
     validate,
 )
@@ -175,3 +176,8 @@ def check_receives(schedule: Schedule, rank: int, ahead: int) -> None:
     for messages in posted.values():
         for k, (position, wanted) in enumerate(messages):
             assert position == min(wanted, *(later for later, _ in messages[k + 1 :]), wanted)
+
+
+def test_costs_of_other_stages_are_refused():
+    with pytest.raises(ScheduleError, match=r"^schedule zb-v has 8 stages, but the costs are for 4$"):
+        lower(generate("zb-v", 4, 8), costs=StageCosts.uniform(4))

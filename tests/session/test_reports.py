@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.prediction import Prediction
@@ -10,10 +13,13 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.order_trial import TrialResult
 from megatron.zero_bubble.runtime.plan_check import Difference
 from megatron.zero_bubble.runtime.plan_report import Report
+from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.schedule import Placement, StageCosts
-from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.reports import describe_plan
+from megatron.zero_bubble.session import profiling
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.reports import describe_plan, order_fields
 
 SCHEDULE = generate("zb-h1", 2, 4)
 PROFILE = Profile(SCHEDULE.placement, StageCosts.uniform(2, 3, 2, 1, 0.1, 2**20, -(2**19), -(2**19)), 0.015, {})
@@ -72,3 +78,27 @@ def test_the_block_tells_the_limit_of_each_rank_and_what_operations_need_inside(
     assert "temporary memory" not in describe_plan(quiet)
     assert "memory limit 1.0 MiB" in describe_plan(quiet), "equal limits are told once"
     assert "above the memory limit" in describe_plan(quiet)
+
+
+def test_where_iterations_interlock_the_time_is_that_of_the_gain():
+    """The makespan of zb-v has idle ranks at both ends, which the next iteration fills."""
+    profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8), 0.0, {})
+    prediction = Prediction(profile, generate("zb-v", 4, 8), interlocks=True)
+    assert prediction.time < prediction.milliseconds
+    block = describe_plan(Report(prediction, True, None, 6))
+    assert f", {prediction.time:.1f} ms, {prediction.gain}" in block
+
+
+def test_late_plans_are_told_in_an_interval_without_plans_in_time():
+    assert order_fields(OrderTimes(num_late=1)) == " steps with an earlier order: 1 |"
+    assert order_fields(OrderTimes()) == order_fields(None) == ""
+
+
+def test_a_saved_profile_has_the_messages_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The corrected times contain the waits of one order of operations."""
+    waits = replace(PROFILE, costs=replace(PROFILE.costs, time_comm=(5.0,)))
+    prediction = replace(PREDICTION, profile=waits, baseline_costs=PROFILE.costs)
+    output = tmp_path / "profile.json"
+    monkeypatch.setattr(profiling, "print_rank_0", print)
+    profiling.report_plan(JobFlags(zero_bubble_profile_output=str(output)), Report(prediction, True, None, 14))
+    assert profile_from_json(output.read_text()).costs.time_comm == PROFILE.costs.time_comm

@@ -186,3 +186,25 @@ def test_forwards_that_were_run_again_stand_where_they_ran_last(tmp_path: Path):
     assert [timed.op for timed in timeline.lanes[0]] == [timed.op for timed in lanes[0][2:]]
     write_timeline(tmp_path, "amended", timeline, "MiB")
     assert (tmp_path / "amended.html").exists()
+
+
+def test_a_step_that_restores_layers_in_groups_is_planned_with_the_times_that_were_measured():
+    costs = StageCosts.uniform(2, 4, 4, 4, memory_f=4, memory_b=-1, memory_w=-3, time_r=4, memory_r=3, num_blocks=4)
+    schedule = replace(generate("zb-h1", 2, 4, recompute=Recompute.FULL), groups=(2, 2))
+    ran = simulate(schedule, costs)
+    timeline = measured_timeline(schedule, ran.lanes, costs)
+    planned = simulate(timeline.schedule, timeline.costs)
+    assert planned.makespan == pytest.approx(ran.makespan)
+    assert planned.work == pytest.approx(ran.work)
+    assert planned.peak_memory == pytest.approx(ran.peak_memory)
+
+
+def test_the_optimizer_s_step_belongs_to_no_microbatch():
+    schedule = with_post_validation(generate("1f1b", 2, 3), StageCosts.uniform(2))
+    ran = simulate(schedule, StageCosts.uniform(2))
+    longer = [
+        [TimedOp(op, start, end + 9 * (op.kind is OpKind.STEP)) for op, start, end in lane[:-1]] for lane in ran.lanes
+    ]
+    timeline = measured_timeline(schedule, longer, None, shapes_vary=True)
+    assert timeline.lengths == pytest.approx((1, 1, 1))
+    assert timeline.work == pytest.approx((9, 9))

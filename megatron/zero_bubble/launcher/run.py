@@ -298,8 +298,8 @@ class Run:
                 print_rank_last(self._summary.line)
 
     def _write_plan(self, report: Report) -> None:
-        """Write a plan to TensorBoard and Weights & Biases on the rank on which the script has opened their writers."""
-        write_plan(report, self.session.iteration, *_writers())
+        """Write a plan to the script's TensorBoard and W&B; a plan may follow a step that is not counted yet."""
+        write_plan(report, self.session.iteration + (report.step > self.session.num_steps), *_writers())
 
     @property
     def had_nothing_to_train(self) -> bool:

@@ -166,7 +166,9 @@ class ScriptCheckpoint:
             chunks = getattr(self.arguments, "virtual_pipeline_model_parallel_size", None) or 1
             given = getattr(self.arguments, _PLACEMENT, None)
             was, now = (given or ("linear" if chunks == 1 else "interleaved"), chunks), now[:2]
-        had_shards, has_shards = getattr(self.arguments, _VOCABULARY, None) == "on", job.flags.vocabulary_parallel
+        recorded, has_shards = getattr(self.arguments, _VOCABULARY, None), job.flags.vocabulary_parallel
+        # Version 0.2 recorded only chosen shards; states of an optimizer that do not fit the shards are not loaded.
+        had_shards = has_shards if recorded is None and kind is None else recorded == "on"
         if (was, had_shards) == (now, has_shards):
             return
         content, other, flag = f"a checkpoint of format {kind}", "", f"--ckpt-format {_RESHARDED}"

@@ -113,10 +113,11 @@ class ScriptUnits:
             raise SessionError(
                 "costs can be measured only for a model in DDP, but the script builds a model without DDP"
             )
-        for built in model.modules():  # A script may wrap the model in a module of its own.
-            if isinstance(built, DECODER_MODELS):
-                reason = why_not_replaced(built if unit.embeds else None, built if unit.is_last else None)
-                self.keeps_vocabulary |= reason is not None
+        built = unwrap_model(model)
+        if not isinstance(built, DECODER_MODELS):
+            raise SessionError(f"the script's model is a {type(built).__name__} around megatron-core's {DECODER_NAMES}")
+        reason = why_not_replaced(built if unit.embeds else None, built if unit.is_last else None)
+        self.keeps_vocabulary |= reason is not None
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
         return model
@@ -166,7 +167,8 @@ class ScriptUnits:
             spec.layer_specs = [layer.kind]
         for name, value in (("window_attn_skip_freq", layer.has_window), ("no_rope_freq", layer.lacks_rope)):
             if getattr(config, name, None):
-                setattr(config, name, [value])
+                # Layers of multi-token prediction have numbers of their own, or follow the unit's layer (0.16).
+                setattr(config, name, [value] * (1 + (config.mtp_num_layers or 0)))
         if call.get("mtp_block_spec") is not None and not unit.is_last:
             call["mtp_block_spec"] = None
         call["config"], call["pg_collection"] = config, groups

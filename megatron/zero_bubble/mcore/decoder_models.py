@@ -36,4 +36,4 @@ def require_decoder_models(models: Iterable[Any], flag: str) -> None:
     """Raise `ValueError` if a model is of another class than `DECODER_MODELS`, which `flag` needs."""
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
     if kinds:
-        raise ValueError(f"{flag} needs megatron-core's {DECODER_NAMES}, got {', '.join(sorted(kinds))}")
+        raise ValueError(f"{flag} needs megatron-core's {DECODER_NAMES}, got {', '.join(sorted(kinds))}: leave it out")

@@ -157,7 +157,8 @@ class ForwardBackward:
             return self._call(call)
 
     def _call(self, call: StepCall) -> list[Any]:
-        refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
+        trained = [] if call.forward_only else call.chunks
+        refuse_unsupported(call.config, trained, call.adjust_tensor_shapes_fn)
         self._prepare(call)
         iterators, decision = call.data_iterators, None
         if len(iterators) != len(call.chunks):

@@ -112,20 +112,20 @@ def _rehearsal(stage: MegatronStage, store: WeightGradStore) -> Iterator[Megatro
 
 def _make_communicators(call: StepCall, device: torch.device) -> None:
     """Create the communicator of every process group that a step may use, by one all-reduce in each group."""
-    groups, of_experts = call.groups, ()
-    if getattr(call.config, "num_moe_experts", None) or call.config.fp8:
-        getters = (
+    groups, config, getters = call.groups, call.config, []
+    if getattr(config, "num_moe_experts", None):
+        getters += [
             parallel_state.get_expert_model_parallel_group,
             parallel_state.get_expert_data_parallel_group,
             parallel_state.get_expert_tensor_parallel_group,
             parallel_state.get_expert_tensor_and_model_parallel_group,
             parallel_state.get_tensor_and_context_parallel_group,
-            # The groups in which global auxiliary losses, and the largest values of fp8 tensors, are reduced.
-            parallel_state.get_tensor_and_data_parallel_group,
-            partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True),
-        )
-        of_experts = tuple(getter(check_initialized=False) for getter in getters)
-    for group in (groups.tp, groups.cp, groups.dp_cp, groups.pp, *of_experts):
+        ]
+    balances_globally = "global_aux_loss" in str(getattr(config, "moe_router_load_balancing_type", None))
+    if config.fp8 or balances_globally or getattr(config, "moe_router_enable_expert_bias", False):
+        getters.append(partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True))
+    further = [getter(check_initialized=False) for getter in getters]
+    for group in (groups.tp, groups.cp, groups.dp_cp, groups.pp, *further):
         if group is not None and group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 

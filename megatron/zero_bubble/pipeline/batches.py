@@ -109,7 +109,8 @@ def _refuse_other_samples(batch: Any, num_samples: Sequence[int]) -> None:
                 "an iterator of microbatches"
             )
         inside = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-        if any(map(has_samples, inside.values())):
+        data = [value for value in inside.values() if is_column(value) or hasattr(value, "__array__")]
+        if any(map(has_samples, data)):
             raise ValueError(
                 f"a batch contains a {type(leaf).__name__}, which is not split: give a dict of its tensors, or an "
                 "iterator of microbatches"

@@ -63,7 +63,12 @@ class DroppingLayer:
         """
         before, needs_before = versions_of(value), self._needs_before(value)
         output = self._layer(value)
-        self._needs_gradient[needs_before] = _needs_of(output)
+        needs = _needs_of(output)
+        if not any(needs) and any(parameter.requires_grad for parameter in self._module.parameters()):
+            # A layer that skips this microbatch, as with LayerDrop, may train in later ones.
+            tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            needs = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+        self._needs_gradient[needs_before] = needs
         if before != versions_of(value):
             layer = self._layer
             self._layer = lambda value: layer(clone_tensors(value))

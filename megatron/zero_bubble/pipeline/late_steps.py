@@ -175,7 +175,8 @@ class LateSteps:
                     raise ValueError(failure.problem) from pending.cause
                 self._agreement.together(lambda: _check_unchanged(pending.report.norms, self._model.gradient_norms()))
                 with torch.autocast(self._stage.device.type, enabled=False):
-                    torch.nn.utils.clip_grads_with_norm_(self._model.own_parameters(), pending.max_norm, norm)
+                    if clips:
+                        torch.nn.utils.clip_grads_with_norm_(self._model.own_parameters(), pending.max_norm, norm)
                     self._agreement.raise_any(take_step(pending.optimizer))
         pending.optimizer.zero_grad()
         self._recent.record(clips)

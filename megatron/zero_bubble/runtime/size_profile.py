@@ -48,17 +48,21 @@ class SizeProfile:
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._placement, self._rank = placement, rank
-        self._sizes: dict[int, Sequence[MicrobatchSize]] = {}
+        self._sizes: dict[int, tuple[Sequence[MicrobatchSize], Sequence[int]]] = {}
         self._samples: _Samples = defaultdict(list)
 
-    def note(self, step: int, sizes: Sequence[MicrobatchSize]) -> None:
-        """Record the sizes of a step's microbatches, in the order of the schedule."""
-        self._sizes[step] = sizes
+    def note(self, step: int, sizes: Sequence[MicrobatchSize], groups: Sequence[int] = ()) -> None:
+        """Record the sizes of a step's microbatches, in the order of the schedule, and the schedule's `groups`."""
+        self._sizes[step] = sizes, groups
 
     def collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of a step outside of pairs, if the sizes of the step's microbatches were recorded."""
-        sizes = self._sizes.pop(step, None)
-        if sizes is None:
+        """Add the operations of a step outside of pairs, if the sizes of the step's microbatches were recorded.
+
+        Of stages that restore their layers in several groups, only the times of F are added: the B of such a stage also
+        computes parts of R and W, and F and R keep a part of the activations.
+        """
+        sizes, groups = self._sizes.pop(step, ((), ()))
+        if not sizes:
             return
         restored = {(run.op.chunk, run.op.microbatch): run.memory_change for run in ops if run.op.kind is OpKind.R}
         for measured in outside_of_pairs(ops):
@@ -71,6 +75,10 @@ class SizeProfile:
                 # The sum for F and R is the memory of an F that keeps all activations.
                 memory_change += restored.get((chunk, microbatch)) or 0
             stage = self._placement.stage_of(self._rank, chunk)
+            if groups and groups[stage] > 1:
+                if kind is not OpKind.F:
+                    continue
+                memory_change = inside = None
             milliseconds = (measured.end - measured.start) * 1000.0
             self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, memory_change, inside))
 

@@ -154,7 +154,8 @@ class StepPlanner:
             if problem is not None and not self._process.is_busy:
                 self._process.ask(problem)
         if decision.sizes is not None and self.measures(step):
-            self._profile.note(step, [decision.sizes[number] for number in decision.places])
+            schedule = decision.schedule or rules.plan.schedule(num_microbatches)
+            self._profile.note(step, [decision.sizes[number] for number in decision.places], schedule.groups)
         if decision.order is not None:
             self._times.num_steps += 1
             self._times.predicted += decision.order.time

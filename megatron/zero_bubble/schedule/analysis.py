@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.graph import (
 )
 from megatron.zero_bubble.schedule.host_link import times_of_return
 from megatron.zero_bubble.schedule.ir import Op
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, PAIRED, OpKind
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 
@@ -102,10 +102,10 @@ def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
     idle: dict[str, float] = dict.fromkeys((field.name for field in fields(Bubble)), 0)
     idle |= {"warmup": lane[0].start - start - embeddings, "tail": end - lane[-1].end}
     copied_back = times_of_return(timeline, rank)
-    for before, timed in pairwise(lane):
+    for position, (before, timed) in enumerate(pairwise(lane), ahead):
         gap = timed.start - before.end
         if not timeline.overlap_communication:
-            busy = _busy_between(timeline, rank, before.op, timed.op)
+            busy = _time_sending(timeline, rank, position) + _time_receiving(timeline, rank, timed.op)
             idle["communication"] += busy
             gap -= busy
         if timeline.hardware_queues is not None:
@@ -118,11 +118,23 @@ def _bubble(timeline: Timeline, rank: int, start: float, end: float) -> Bubble:
     return Bubble(**idle)
 
 
-def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
-    """Time for which `rank` is occupied by sending the result of `before` and receiving the input of `op`."""
-    placement, costs = timeline.schedule.placement, timeline.costs
-    sending = message_time(placement, costs, rank, send_after(placement, rank, before))
-    return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))
+def _time_sending(timeline: Timeline, rank: int, position: int) -> float:
+    """Time for which `rank` is occupied by sending results after the operation at `position`.
+
+    A pair sends the results of its forward and of its backward after the backward.
+    """
+    placement, lane = timeline.schedule.placement, timeline.lanes[rank]
+    if position + 1 < len(lane) and lane[position + 1].op.kind in PAIRED:
+        return 0.0
+    first = position - (lane[position].op.kind in PAIRED)
+    sends = (send_after(placement, rank, timed.op) for timed in lane[first : position + 1])
+    return sum(message_time(placement, timeline.costs, rank, send) for send in sends)
+
+
+def _time_receiving(timeline: Timeline, rank: int, op: Op) -> float:
+    """Time for which `rank` is occupied by receiving the input of `op`."""
+    placement = timeline.schedule.placement
+    return message_time(placement, timeline.costs, rank, receive_before(placement, rank, op))
 
 
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
@@ -180,11 +192,10 @@ def _inputs(timeline: Timeline, rank: int, op: Op) -> tuple[Input, ...]:
 
 def _limited_by(timeline: Timeline, rank: int, position: int) -> tuple[int, int] | None:
     """(rank, position) of the operation that determines the start of the operation at `position` of `rank`."""
-    placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
     candidates: list[tuple[float, tuple[int, int]]] = []
     if position > 0:
         before = timeline.lanes[rank][position - 1]
-        sending = 0 if overlap else message_time(placement, costs, rank, send_after(placement, rank, before.op))
+        sending = 0 if timeline.overlap_communication else _time_sending(timeline, rank, position - 1)
         candidates.append((before.end + sending, (rank, position - 1)))
     candidates += _arrivals(timeline, rank, timeline.lanes[rank][position].op)
     latest = max((time for time, _ in candidates), default=0)

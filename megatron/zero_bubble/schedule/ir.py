@@ -239,6 +239,13 @@ class Schedule:
         """Rank -> set of the operations of the rank."""
         return tuple(map(frozenset, self.ops))
 
+    def require_stages(self, num_stages: int) -> None:
+        """Raise `ScheduleError` if costs of `num_stages` stages do not fit the schedule."""
+        if num_stages != self.num_stages:
+            raise ScheduleError(
+                f"schedule {self.name} has {self.num_stages} stages, but the costs are for {num_stages}"
+            )
+
     def compute_ops(self, rank: int) -> Iterator[Op]:
         """The operations of `rank` except sends, receives and collectives."""
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)

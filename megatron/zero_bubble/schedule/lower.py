@@ -64,11 +64,13 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     Raises:
         InvalidSchedule: a tensor has no consumer or no producer.
         Deadlock: the ranks deadlock even without communication.
+        ScheduleError: schedule and costs have different numbers of stages, or `receive_ahead` is negative.
     """
     if receive_ahead < 0:
         raise ScheduleError(f"receive_ahead must not be negative, got {receive_ahead}")
     schedule = schedule.without_communication()
     costs = costs or unit_costs(schedule.num_stages)
+    schedule.require_stages(costs.num_stages)
     channels = _channels(schedule, costs)
     timeline = simulate(schedule, costs)
     order = SerialOrder(timeline)

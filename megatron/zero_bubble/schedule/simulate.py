@@ -58,10 +58,7 @@ def simulate(
         InvalidSchedule: a schedule that is simulated on NCCL's streams lacks a message.
         Deadlock: some ranks wait for each other forever.
     """
-    if costs.num_stages != schedule.num_stages:
-        raise ScheduleError(
-            f"schedule {schedule.name} has {schedule.num_stages} stages, but the costs are for {costs.num_stages}"
-        )
+    schedule.require_stages(costs.num_stages)
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
         assert not lengths, "on streams all microbatches have the same length"

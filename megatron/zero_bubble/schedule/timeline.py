@@ -161,7 +161,8 @@ class Timeline:
     def work(self) -> tuple[float, ...]:
         """Rank -> sum of the times of the rank's operations."""
         if self.lengths:
-            return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
+            in_step = ([timed for timed in lane if timed.op.kind not in POST_VALIDATION] for lane in self.lanes)
+            return tuple(sum(timed.end - timed.start for timed in lane) for lane in in_step)
         by_kind, work = in_groups(self.costs, self.schedule.groups).times, []
         for rank, lane in enumerate(self.lanes):
             in_pairs = times_in_pairs(self.schedule, self.costs, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
@@ -190,7 +191,9 @@ def report_plan(flags: JobFlags, report: Report) -> None:
     print_rank_0(describe_plan(report))
     if advice := advice_on_post_validation(flags, report.prediction):
         print_rank_0(advice)
-    output = flags.zero_bubble_profile_output
+    output, profile = flags.zero_bubble_profile_output, report.prediction.profile
     if output is not None and flags.rank == 0:
+        # Corrected times of messages contain waits of this order of operations, which other runs may not have.
+        profile = replace(profile, costs=report.prediction.baseline_costs or profile.costs)
         with writing("--zero-bubble-profile-output", output):
-            write_file(output, profile_to_json(report.prediction.profile))
+            write_file(output, profile_to_json(profile))

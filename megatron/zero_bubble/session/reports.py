@@ -149,7 +149,7 @@ def describe_plan(report: Report) -> str:
     of_ranks = limits[:1] if len(set(limits)) == 1 else limits
     limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
-    lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
+    lines.append(f"     predicted: {prediction.idle}, {prediction.time:.1f} ms, {prediction.gain}")
     if report.ratio_of_pairs is not None and not (costs.has_all_to_all or schedule.has_pairs):
         lines.append(f"     {without_gain(report.ratio_of_pairs)}")
     lines.append(f"     peak activations of each rank (MiB): {_mibs(prediction.peak_bytes)}")
@@ -248,11 +248,15 @@ def order_fields(times: OrderTimes | None) -> str:
     with microbatches in the planned order. Planning counts as hidden if a step waits at most one millisecond for the
     planned order.
     """
-    if times is None or times.num_steps == 0:
+    if times is None:
         return ""
-    gain, planning = times.predicted_in_data_order / times.predicted, times.planning / times.num_steps
-    line = f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms, "
-    line += f"not hidden in {times.num_not_hidden} of {times.num_steps} steps |" if times.num_not_hidden else "hidden |"
+    line = ""
+    if times.num_steps:
+        gain, planning = times.predicted_in_data_order / times.predicted, times.planning / times.num_steps
+        line += f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms, "
+        line += (
+            f"not hidden in {times.num_not_hidden} of {times.num_steps} steps |" if times.num_not_hidden else "hidden |"
+        )
     if times.num_late:
         line += f" steps with an earlier order: {times.num_late} |"
     if times.num_in_less_memory:

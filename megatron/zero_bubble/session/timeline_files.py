@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
 from megatron.zero_bubble.schedule.analysis import by_result, causes, fused_saving
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
-from megatron.zero_bubble.schedule.kinds import TIMES
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
 from megatron.zero_bubble.schedule.simulate import simulates_lengths
 from megatron.zero_bubble.session.files import write_file
@@ -74,8 +75,10 @@ def measured_timeline(
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
     moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
-    ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
-    costs = _costs_of(ran, moved, profiled)
+    # The measured times are times of stages that restore their layers in groups.
+    grouped = None if profiled is None else in_groups(profiled, schedule.groups)
+    ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved), groups=())
+    costs = _costs_of(ran, moved, grouped)
     has_lengths = shapes_vary and simulates_lengths(ran)
     return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if has_lengths else ())
 
@@ -84,7 +87,8 @@ def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple
     """The computing time of every microbatch divided by the mean computing time of a microbatch."""
     times = [0.0] * schedule.num_microbatches
     for op, start, end in chain.from_iterable(lanes):
-        times[op.microbatch] += end - start
+        if op.kind not in POST_VALIDATION:
+            times[op.microbatch] += end - start
     mean = statistics.fmean(times)
     return tuple(time / mean for time in times)
 
