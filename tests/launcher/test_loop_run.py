@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.loop_run import LoopRun
+from megatron.zero_bubble.launcher.loop_run import LoopRun, flags_of_loop
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.session.start_up import SessionError
@@ -141,3 +144,18 @@ def test_process_groups_that_megatron_core_does_not_know_are_refused() -> None:
     build = inspect.signature(lambda config: None).bind(None)
     with pytest.raises(SessionError, match=r"initialize_model_parallel\(\) makes; .* dist\.use_decentralized_pg$"):
         LoopRun(LaunchFlags(zero_bubble_schedule="zb-h1")).build_chunk(Call(lambda config: None, build))
+
+
+def test_a_loop_has_the_timeout_of_its_groups_and_the_level_of_its_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data", "pipeline_model", "tensor_model", "context", "expert_model"):
+        monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    config.timers = SimpleNamespace(_log_level=2)
+    flags = flags_of_loop(config, LaunchFlags(zero_bubble_schedule="zb-h1"), 30)
+    assert (flags.distributed_timeout_minutes, flags.timing_log_level) == (30, 2)
+    config.timers = None
+    flags = flags_of_loop(config, LaunchFlags(zero_bubble_schedule="zb-h1"))
+    assert (flags.distributed_timeout_minutes, flags.timing_log_level) == (10, 0)

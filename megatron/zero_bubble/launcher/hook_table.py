@@ -42,6 +42,8 @@ class ScriptHooks:
         self._run: Run | LoopRun | None = None
         self._data_provider: Callable[..., Any] | None = None
         """The script's function that makes the datasets; None before Megatron-LM's `pretrain` is called."""
+        self._timeout_minutes: int | None = None
+        """Timeout of the process groups of a loop of its own; None before the loop makes them."""
         self._changes = ExitStack()
         """Undoes changes of megatron-core's classes and of the script's configurations."""
         self._deferral = ConfigDeferral()
@@ -83,7 +85,8 @@ class ScriptHooks:
         )
         yield Hook(
             "megatron.core.parallel_state:initialize_model_parallel"
-            "(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, get_embedding_ranks)",
+            "(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, distributed_timeout_minutes, "
+            "get_embedding_ranks)",
             "chooses and checks the schedule, when the script's arguments are complete and nothing is built yet",
             self._begin,
         )
@@ -254,8 +257,8 @@ class ScriptHooks:
         """
         if self._run is None:
             if _script_arguments() is not None:
-                raise SessionError("megatron-core's process groups exist already: call enable() before pretrain()")
-            self._run = LoopRun(self.flags)
+                raise SessionError("megatron-core's process groups exist already: call enable() before they are made")
+            self._run = LoopRun(self.flags, self._timeout_minutes)
         return self._run
 
     def _keep_data_provider(self, call: Call) -> Any:
@@ -265,6 +268,7 @@ class ScriptHooks:
     def _begin(self, call: Call) -> Any:
         script = _script_arguments()
         if script is None:
+            self._timeout_minutes = call["distributed_timeout_minutes"]
             return call.proceed()
         if self._unimported is not None:
             raise SessionError(f"megatron.training could not be imported when the job began: {self._unimported}")

@@ -68,11 +68,11 @@ class LoopRun:
 
     had_nothing_to_train = False
 
-    def __init__(self, flags: LaunchFlags) -> None:
+    def __init__(self, flags: LaunchFlags, timeout_minutes: int | None = None) -> None:
         for name, reason in _NEED_MEGATRON_LM.items():
             if getattr(flags, name):
                 raise SessionError(f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}")
-        self._flags = replace(flags, zero_bubble_keep_layout=flags.zero_bubble)
+        self._flags, self._timeout_minutes = replace(flags, zero_bubble_keep_layout=flags.zero_bubble), timeout_minutes
         self._models: list[_Model] = []
         self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """The chunks of all models, wrapped in DDP."""
@@ -124,7 +124,7 @@ class LoopRun:
 
     def _begin_model(self, call: Call) -> _Model:
         """Make the `_Model` for a model whose first chunk is constructed by `call`."""
-        flags = flags_of_loop(call["config"], self._flags)
+        flags = flags_of_loop(call["config"], self._flags, self._timeout_minutes)
         if pattern := call.get("hybrid_layer_pattern"):
             num_layers = len(HybridPattern.parse(pattern).symbols)
             flags = replace(flags, hybrid_layer_pattern=pattern, num_layers=num_layers)
@@ -251,8 +251,13 @@ def _run(model: _Model, chunks: Sequence[torch.nn.Module], arguments: dict[str, 
     return losses
 
 
-def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
-    """Make the job's flags from a model's configuration, the sizes of process groups and the launcher's flags."""
+def flags_of_loop(config: TransformerConfig, flags: LaunchFlags, timeout_minutes: int | None = None) -> JobFlags:
+    """Make the job's flags from a model's configuration, the sizes of process groups and the launcher's flags.
+
+    Args:
+        timeout_minutes: timeout of the loop's process groups; None for the default of `JobFlags`.
+    """
+    timeout = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
     num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
     data_parallel_size = parallel_state.get_data_parallel_world_size()
     return flags_of(
@@ -273,4 +278,7 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         # If the user gives no group size, megatron-core sets the group size to the number of ranks.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,
+        # Timers wait for the device around every forward and backward from this level on.
+        timing_log_level=getattr(config.timers, "_log_level", 0),
+        **timeout,
     )

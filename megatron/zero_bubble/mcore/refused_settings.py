@@ -137,7 +137,7 @@ WITH_EVERY_SCHEDULE = (
     Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
     Refusal("inprocess_restart", "connections of the interrupted training would remain open"),
     Refusal("ep_overlap_early_attn_memory_release moe_paged_stash", "it needs megatron-core's own order of operations"),
-    Refusal("moe_enable_routing_replay", "it replays routes in the order of megatron-core's own schedule"),
+    Refusal("moe_enable_routing_replay enable_routing_replay", "it replays routes in megatron-core's own order"),
     Refusal(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph",
         "a graph records B and W together, or the order of operations of megatron-core's own schedule",
