@@ -63,6 +63,8 @@ def test_the_order_of_the_keys_does_not_matter():
         (document(inside=[1]), "the megatron-zero-bubble profile is damaged: inside must be 2 numbers of bytes"),
         (document(inside=[1, -1]), "the megatron-zero-bubble profile is damaged: inside must be 2 numbers of bytes"),
         (document(inside=3), "the megatron-zero-bubble profile is damaged: "),
+        (document(messages={"time_comm": [1, 2, 3]}), "the megatron-zero-bubble profile is damaged: time_comm has 3"),
+        (document(messages=[1]), "the megatron-zero-bubble profile is damaged: "),
         (document(placement={"kind": "linear", "num_ranks": 3}), "the profile has costs of 2 stages, its placement 3"),
     ],
 )

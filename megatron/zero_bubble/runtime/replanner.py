@@ -28,7 +28,7 @@ from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import Infeasible, Schedule, simulate
-from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.formats import MESSAGES, Profile
 from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -65,7 +65,7 @@ class Replanner:
         self._report = report
         self._device = device
         self._profile = options.profile
-        self._first_costs = None if options.profile is None else options.profile.costs
+        self._first_costs = None if options.profile is None else options.profile.costs_without_waits
         """The costs before any correction; None before the first profile. Messages were measured without other load."""
         self.megatrons = options.megatrons
         self._step = 0
@@ -287,9 +287,7 @@ class Replanner:
             self.megatrons,
             interlocks=self._plan.request.post_validation,
             # Corrections add this order's waits to the times of messages, but 1F1B may wait less or more.
-            baseline_costs=replace(
-                profile.costs, time_comm=first.time_comm, latency_collective=first.latency_collective
-            ),
+            baseline_costs=replace(profile.costs, **{name: getattr(first, name) for name in MESSAGES}),
         )
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:

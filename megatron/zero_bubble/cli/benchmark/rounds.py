@@ -53,7 +53,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                 if profile is not None and profile.exists():
                     measured = profile_from_json(profile.read_text())
                     placements[contestant] = measured.placement
-                    costs.setdefault((measured.placement, measured.costs.has_vocabulary), measured.costs)
+                    costs.setdefault((measured.placement, measured.costs.has_vocabulary), measured.costs_without_waits)
                     profile.unlink()
     baseline = next(tuple(own) for contestant, own in turns.items() if contestant.name == BASELINE)
     return [

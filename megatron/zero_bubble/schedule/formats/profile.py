@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -22,6 +22,8 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FORMAT = "megatron-zero-bubble profile"
+MESSAGES = ("time_comm", "latency_collective")
+"""The fields of `StageCosts` for messages and collectives, to which waits are added when costs are corrected."""
 
 Setting = int | float | str | bool | list[Any] | None
 """A value that JSON can represent."""
@@ -41,6 +43,14 @@ class Profile:
     inside: tuple[float, ...] = ()
     """Stage -> largest temporary memory of an operation in bytes: the peak during the operation, minus the larger of
     the memory before and the memory after the operation. Empty if the run measured no temporary memory."""
+    messages: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Names and values of the costs in `MESSAGES` as they were measured without other load; empty if `costs` contains
+    them. In `costs`, they may contain waits that were measured in one order of operations."""
+
+    @property
+    def costs_without_waits(self) -> StageCosts:
+        """Costs with messages as they were measured without other load, for other orders than the measured one."""
+        return replace(self.costs, **self.messages)
 
     @property
     def inside_ranks(self) -> tuple[float, ...]:
@@ -85,6 +95,8 @@ def profile_to_json(profile: Profile) -> str:
     }
     if profile.inside:
         document["inside"] = list(profile.inside)
+    if profile.messages:
+        document["messages"] = {name: list(values) for name, values in profile.messages.items()}
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -104,7 +116,10 @@ def profile_from_json(text: str) -> Profile:
         placement = placement_of({"num_chunks": 1, **document["placement"]})
         costs = costs_from_json(json.dumps(document["costs"]))
         inside = tuple(float(value) for value in document.get("inside", ()))
-        profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside)
+        given = dict(document.get("messages", {}))
+        messages = {name: tuple(map(float, given[name])) for name in MESSAGES if name in given}
+        profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside, messages)
+        profile.costs_without_waits  # noqa: B018 (raises an error for damaged values now)
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"the {_FORMAT} is damaged: {error}") from None
     if costs.num_stages != placement.num_stages:
