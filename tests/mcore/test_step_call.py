@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.mcore import step_call
-from megatron.zero_bubble.mcore.step_call import StepCall, message_shape, refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import StepCall, message_shape, refuse_sharded, refuse_unsupported
 
 
 @pytest.mark.parametrize("varies", [False, True])
@@ -61,9 +61,9 @@ def test_a_function_that_would_never_reduce_gradients_is_refused(functions: Any)
 def test_a_model_in_fsdp2_is_refused_except_in_this_projects_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 reduces the gradients that it finds right after B."""
     sharded = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    refuse_unsupported(SimpleNamespace(), [sharded], None)
+    refuse_sharded([sharded])
     monkeypatch.setattr(step_call, "FSDPModule", torch.nn.Linear)
     with pytest.raises(ValueError, match=r"^torch's FSDP2 loses the weight gradients .*DistributedDataParallel"):
-        refuse_unsupported(SimpleNamespace(), [sharded], None)
+        refuse_sharded([sharded])
     monkeypatch.setattr(step_call, "FullyShardedChunk", torch.nn.Sequential)
-    refuse_unsupported(SimpleNamespace(), [sharded], None)
+    refuse_sharded([sharded])

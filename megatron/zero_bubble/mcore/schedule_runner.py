@@ -17,7 +17,12 @@ from megatron.zero_bubble.mcore.microbatch_orders import StepPlans
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
-from megatron.zero_bubble.mcore.step_call import StepCall, refuse_unsplit_recomputation, refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import (
+    StepCall,
+    refuse_sharded,
+    refuse_unsplit_recomputation,
+    refuse_unsupported,
+)
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
@@ -159,6 +164,8 @@ class ForwardBackward:
     def _call(self, call: StepCall) -> list[Any]:
         trained = [] if call.forward_only else call.chunks
         refuse_unsupported(call.config, trained, call.adjust_tensor_shapes_fn)
+        if self._num_steps == 0:
+            refuse_sharded(trained)
         self._prepare(call)
         iterators, decision = call.data_iterators, None
         if len(iterators) != len(call.chunks):

@@ -127,17 +127,22 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
                 "gradients after its last W: give start_grad_sync of megatron-core's DDP, or leave it out"
             )
     for chunk in chunks:
-        if not isinstance(chunk, FullyShardedChunk) and any(isinstance(part, FSDPModule) for part in chunk.modules()):
-            raise ValueError(
-                "torch's FSDP2 loses the weight gradients that are deferred: wrap the model with megatron-core's "
-                "DistributedDataParallel, or train with pretrain_gpt.py of this project, which runs FSDP2"
-            )
         ddp_config: Any = getattr(chunk, "ddp_config", None)
         defers = ddp_config is None or ddp_config.delay_wgrad_compute
         if not defers and any(getattr(weight, "skip_backward_post_hook", False) for weight in chunk.parameters()):
             raise ValueError(
                 "DistributedDataParallelConfig(delay_wgrad_compute=False) loses the weight gradients that are "
                 "deferred: wrap the model with delay_wgrad_compute=True"
+            )
+
+
+def refuse_sharded(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise `ValueError` if torch's FSDP2, which reduces gradients right after B, shards a chunk by itself."""
+    for chunk in chunks:
+        if not isinstance(chunk, FullyShardedChunk) and any(isinstance(part, FSDPModule) for part in chunk.modules()):
+            raise ValueError(
+                "torch's FSDP2 loses the weight gradients that are deferred: wrap the model with megatron-core's "
+                "DistributedDataParallel, or train with pretrain_gpt.py of this project, which runs FSDP2"
             )
 
 

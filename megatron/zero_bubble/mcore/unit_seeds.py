@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_rank, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import require_decoder_models
+from megatron.zero_bubble.mcore.random_settings import RANDOM_SETTINGS
 from megatron.zero_bubble.mcore.replaced import replaced
 
 _MICROBATCH = "zero-bubble-microbatch"
@@ -39,13 +40,6 @@ random numbers as the forward."""
 
 _DEFAULT = "default-rng"
 """megatron-core's name for the state of the device's random generator outside of the tracker's `fork`."""
-
-
-_DRAWS = (
-    *("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"),
-    *("moe_router_force_load_balancing", "moe_router_force_biased"),
-)
-"""Fields of megatron-core's configuration with which a forward draws random numbers."""
 
 
 class _UnitKind(IntEnum):
@@ -148,7 +142,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     models = [unwrap_model(chunk) for chunk in chunks]
     require_decoder_models(models, "--zero-bubble-seed-by-layer")
     config = get_model_config(models[0])
-    if not any(getattr(config, name, None) for name in _DRAWS):
+    if not any(getattr(config, name, None) for name in RANDOM_SETTINGS):
         yield
         return
     if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):

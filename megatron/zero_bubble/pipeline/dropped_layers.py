@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, gets_gradient, versions_of
+from megatron.zero_bubble.pipeline.messages import (
+    MessageSpec,
+    StageMessage,
+    clone_tensors,
+    gets_gradient,
+    may_need_gradients,
+    refuse_new_gradients,
+    tensors_in,
+    versions_of,
+)
 from megatron.zero_bubble.runtime.recomputation_store import Blocks, ForwardMode, RecomputationStore
 
 Layer = Callable[[Any], Any]
@@ -65,9 +73,7 @@ class DroppingLayer:
         output = self._layer(value)
         needs = _needs_of(output)
         if not any(needs) and any(parameter.requires_grad for parameter in self._module.parameters()):
-            # A layer that skips this microbatch, as with LayerDrop, may train in later ones.
-            tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-            needs = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+            needs = may_need_gradients(tensors_in(output))
         self._needs_gradient[needs_before] = needs
         if before != versions_of(value):
             layer = self._layer
@@ -114,12 +120,8 @@ class _DroppedCall:
             torch.set_rng_state(self._random_state)
             set_device_states(devices, states)
             self._output = StageMessage.of(self._layer(self._input_spec.value_of(self._inputs)))
-        needs = list(zip(self._output.spec.needs_gradient, self.outputs_need, strict=False))
-        if (True, False) in needs:
-            raise ValueError(
-                f"tensor {needs.index((True, False))} that a checkpointed layer returns requires a gradient, but did "
-                "not in the first microbatch: compute it from parameters in every microbatch or in none"
-            )
+        needs = zip(self._output.spec.needs_gradient, self.outputs_need, strict=False)
+        refuse_new_gradients(needs, "a checkpointed layer returns")
         self._output.release()
 
     def run_backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
@@ -131,7 +133,7 @@ class _DroppedCall:
 
 def _needs_of(value: Any) -> tuple[bool, ...]:
     """Return, for each tensor in `value`, whether autograd computes the tensor's gradient."""
-    return tuple(gets_gradient(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return tuple(map(gets_gradient, tensors_in(value)))
 
 
 class _Dropped(torch.autograd.Function):

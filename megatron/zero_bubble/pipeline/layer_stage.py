@@ -17,7 +17,15 @@ from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.first_backward import is_needed, run_first_backward
 from megatron.zero_bubble.pipeline.forward_state import ForwardState, renormalized, without_trace
 from megatron.zero_bubble.pipeline.graph_backward import owning_gradients
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
+from megatron.zero_bubble.pipeline.messages import (
+    MessageSpec,
+    StageMessage,
+    clone_tensors,
+    may_need_gradients,
+    refuse_new_gradients,
+    spec_of,
+    versions_of,
+)
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
 from megatron.zero_bubble.pipeline.weight_split import unsplit
@@ -172,12 +180,8 @@ class LayerStage:
                 problem += ": numbers and strings must be equal in all microbatches, so send a tensor"
             raise ValueError(problem)
         output = output.in_order_of(expected)
-        needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
-        if (True, False) in needs:
-            raise ValueError(
-                f"tensor {needs.index((True, False))} that stage {stage} sends requires a gradient, but did not in the "
-                "first microbatch: compute it from parameters in every microbatch or in none"
-            )
+        needs = zip(output.spec.needs_gradient, expected.needs_gradient, strict=True)
+        refuse_new_gradients(needs, f"stage {stage} sends")
         return StageMessage(expected, output.tensors)
 
     def _zeros(self, stage: int) -> StageMessage:
@@ -270,10 +274,8 @@ class LayerStage:
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
         if is_trained and not any(output.spec.needs_gradient):
-            # Layers may skip some microbatches, as with LayerDrop; the message has the same gradients for every
-            # microbatch.
-            needs_gradient = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in output.tensors)
-            return StageMessage(replace(output.spec, needs_gradient=needs_gradient), output.tensors)
+            spec = replace(output.spec, needs_gradient=may_need_gradients(output.tensors))
+            return StageMessage(spec, output.tensors)
         return output
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:

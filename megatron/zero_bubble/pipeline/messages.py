@@ -7,7 +7,7 @@ executor does not access the tensors inside a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, cast
@@ -196,6 +196,38 @@ def gets_gradient(tensor: torch.Tensor) -> bool:
     return tensor._base is None or not tensor._base.requires_grad
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors inside the tuples, lists and dicts of `value`."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def may_need_gradients(tensors: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Return whether each tensor has a type with gradients.
+
+    A layer that skips the first microbatch, as with LayerDrop, may train in later ones; its outputs then count as
+    tensors that need gradients in every microbatch.
+    """
+    return tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+def refuse_new_gradients(needs: Iterable[tuple[bool, bool]], source: str) -> None:
+    """Check that no tensor needs a gradient that needed none in the first microbatch.
+
+    Args:
+        needs: for each tensor, whether it needs a gradient in this microbatch, and whether it did in the first.
+        source: the rest of the clause "tensor 0 that ...", for the error message.
+
+    Raises:
+        ValueError: a tensor needs a gradient that needed none in the first microbatch.
+    """
+    needs = list(needs)
+    if (True, False) in needs:
+        raise ValueError(
+            f"tensor {needs.index((True, False))} that {source} requires a gradient, but did not in the first "
+            "microbatch: compute it from parameters in every microbatch or in none"
+        )
+
+
 def clone_tensors(value: Any) -> Any:
     """Return a copy of `value` in which every tensor is cloned."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
@@ -203,8 +235,7 @@ def clone_tensors(value: Any) -> Any:
 
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor in `value` was changed in place; inference tensors do not count."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 def _with_one_nan(template: Any) -> Any:

@@ -28,7 +28,8 @@ from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import Infeasible, Schedule, simulate
-from megatron.zero_bubble.schedule.formats import MESSAGES, Profile
+from megatron.zero_bubble.schedule.costs import MESSAGE_COSTS
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -287,7 +288,7 @@ class Replanner:
             self.megatrons,
             interlocks=self._plan.request.post_validation,
             # Corrections add this order's waits to the times of messages, but 1F1B may wait less or more.
-            baseline_costs=replace(profile.costs, **{name: getattr(first, name) for name in MESSAGES}),
+            baseline_costs=replace(profile.costs, **{name: getattr(first, name) for name in MESSAGE_COSTS}),
         )
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:

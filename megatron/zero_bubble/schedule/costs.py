@@ -22,6 +22,8 @@ VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
 EXCHANGES: Mapping[str, str] = MappingProxyType({"all_to_all_f": "time_f", "all_to_all_b": "time_b"})
 """The fields of `StageCosts` for exchanges of tokens between experts -> the fields of the times that contain them."""
+MESSAGE_COSTS = ("time_comm", "latency_collective")
+"""The fields of `StageCosts` for messages and collectives, to which waits are added when costs are corrected."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
 _RECOMPUTATION = ("time_r", "memory_r", "num_blocks", "memory_outside")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from megatron.zero_bubble.mcore.random_settings import RANDOM_SETTINGS
 from megatron.zero_bubble.mcore.refusals import refuse_with_features
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit, in_peaks
@@ -112,9 +113,8 @@ def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
 
 def _draws_in_order(flags: JobFlags) -> bool:
     """Whether forwards draw random numbers that depend on the order of the forwards of a rank."""
-    routers = map(flags.given_model.get, ("moe_router_force_load_balancing", "moe_router_force_biased"))
-    draws = flags.attention_dropout, flags.hidden_dropout, flags.moe_input_jitter_eps, *routers
-    return any(draws) and not flags.zero_bubble_seed_by_layer
+    draws = any(getattr(flags, name, None) or flags.given_model.get(name) for name in RANDOM_SETTINGS)
+    return draws and not flags.zero_bubble_seed_by_layer
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
-from megatron.zero_bubble.schedule.formats import MESSAGES, Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.schedule.costs import MESSAGE_COSTS
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.features import advice_on_post_validation
@@ -194,6 +195,6 @@ def report_plan(flags: JobFlags, report: Report) -> None:
     output, profile = flags.zero_bubble_profile_output, report.prediction.profile
     if output is not None and flags.rank == 0:
         if (costs := report.prediction.baseline_costs) not in (None, profile.costs):
-            profile = replace(profile, messages={name: getattr(costs, name) for name in MESSAGES})
+            profile = replace(profile, messages={name: getattr(costs, name) for name in MESSAGE_COSTS})
         with writing("--zero-bubble-profile-output", output):
             write_file(output, profile_to_json(profile))

@@ -52,8 +52,8 @@ FAULTS = (
     Fault(
         name="attention-dropout-forgotten-in-group-size",
         file="session/plans.py",
-        old="    draws = flags.attention_dropout, flags.hidden_dropout, flags.moe_input_jitter_eps, *routers",
-        new="    draws = flags.hidden_dropout, flags.moe_input_jitter_eps, *routers",
+        old="    draws = any(getattr(flags, name, None) or flags.given_model.get(name) for name in RANDOM_SETTINGS)",
+        new="    draws = any(getattr(flags, name, None) or flags.given_model.get(name) for name in RANDOM_SETTINGS[1:])",
         effect=(
             "With attention dropout alone, an interleaved plan may change the order of forwards, so that its "
             "losses differ from megatron-core's."

@@ -11,7 +11,6 @@ from megatron.zero_bubble.schedule.formats.json_format import (
     schedule_to_json,
 )
 from megatron.zero_bubble.schedule.formats.profile import (
-    MESSAGES,
     Profile,
     Setting,
     is_profile,
@@ -23,7 +22,6 @@ from megatron.zero_bubble.schedule.formats.units import units_from_json, units_t
 from megatron.zero_bubble.schedule.ir import Schedule
 
 __all__ = [
-    "MESSAGES",
     "Profile",
     "Setting",
     "costs_from_json",

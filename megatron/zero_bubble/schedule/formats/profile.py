@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import MESSAGE_COSTS, StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.formats.json_format import (
     VERSION,
@@ -22,8 +22,6 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FORMAT = "megatron-zero-bubble profile"
-MESSAGES = ("time_comm", "latency_collective")
-"""The fields of `StageCosts` for messages and collectives, to which waits are added when costs are corrected."""
 
 Setting = int | float | str | bool | list[Any] | None
 """A value that JSON can represent."""
@@ -44,8 +42,8 @@ class Profile:
     """Stage -> largest temporary memory of an operation in bytes: the peak during the operation, minus the larger of
     the memory before and the memory after the operation. Empty if the run measured no temporary memory."""
     messages: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Names and values of the costs in `MESSAGES` as they were measured without other load; empty if `costs` contains
-    them. In `costs`, they may contain waits that were measured in one order of operations."""
+    """Names and values of the costs in `MESSAGE_COSTS` as they were measured without other load; empty if `costs`
+    contains them. In `costs`, they may contain waits that were measured in one order of operations."""
 
     @property
     def costs_without_waits(self) -> StageCosts:
@@ -117,9 +115,9 @@ def profile_from_json(text: str) -> Profile:
         costs = costs_from_json(json.dumps(document["costs"]))
         inside = tuple(float(value) for value in document.get("inside", ()))
         given = dict(document.get("messages", {}))
-        messages = {name: tuple(map(float, given[name])) for name in MESSAGES if name in given}
+        messages = {name: tuple(map(float, given[name])) for name in MESSAGE_COSTS if name in given}
+        replace(costs, **messages)  # raises an error for damaged values now
         profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside, messages)
-        profile.costs_without_waits  # noqa: B018 (raises an error for damaged values now)
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"the {_FORMAT} is damaged: {error}") from None
     if costs.num_stages != placement.num_stages:
