@@ -1,15 +1,19 @@
-"""The order of tests, the examples that hypothesis draws, and a fixture of all."""
+"""The order of tests, the examples that hypothesis draws, and fixtures of all."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.ranks import close_ranks
+
+if TYPE_CHECKING:
+    import torch.distributed
 
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("new")
@@ -32,3 +36,13 @@ def _ranks_of_a_module() -> Iterator[None]:
     close_ranks()
     if (torch := sys.modules.get("torch")) is not None:
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.fixture
+def one_rank() -> Iterator[torch.distributed.ProcessGroup]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Under hierarchical SGD, a script prints and records losses that are averaged over the replicas."""
+"""A script's optimizer steps: losses averaged under hierarchical SGD, and the loop that post-validation needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from megatron.zero_bubble.launcher import script_steps
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_steps import ScriptReplicas
+from megatron.zero_bubble.launcher.script_steps import ScriptReplicas, iterations_done
+from megatron.zero_bubble.session.start_up import SessionError
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,28 @@ def test_losses_are_averaged_before_they_are_printed_or_recorded(monkeypatch, wr
     call = Call(training_log, signature(training_log).bind(losses, sums, iteration))
     ScriptReplicas(script, session).average_logged_losses(call)
     assert logged == [(loss, total)]
+
+
+def session_with(**settings: object) -> Namespace:
+    flags = Namespace(zero_bubble_post_validation=False, hierarchical_sgd=None)
+    vars(flags).update(settings)
+    return Namespace(job=Namespace(flags=flags), iteration=7)
+
+
+def test_the_number_of_an_iteration_is_the_scripts_or_the_sessions():
+    """Megatron-LM's loop sets `curr_iteration`; loops such as slime's, and evaluations before training, do not."""
+    assert iterations_done(Namespace(curr_iteration=3), session_with(), trains=True) == 3
+    assert iterations_done(Namespace(), session_with(), trains=True) == 7
+    assert iterations_done(Namespace(), session_with(zero_bubble_post_validation=True), trains=False) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"zero_bubble_post_validation": True}, "--zero-bubble-post-validation works with Megatron-LM's trainer alone"),
+        ({"hierarchical_sgd": "2:2"}, "--hierarchical-sgd works with Megatron-LM's trainer alone"),
+    ],
+)
+def test_settings_that_megatron_lms_loop_serves_are_refused_in_another_loop(settings, line):
+    with pytest.raises(SessionError, match=line):
+        iterations_done(Namespace(), session_with(**settings), trains=True)

@@ -38,6 +38,8 @@ class _Linear(torch.autograd.Function):
         returned = of_bias = None
         if ctx.has_bias:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        if not ctx.needs_input_grad[2]:  # a frozen weight
+            return None, gradient @ weight, None, of_bias
         if layer.delay_wgrad_compute:
             comes_with_w = layer.bias_gradient == "in W"
             layer.queue.append((product, of_bias if comes_with_w else None))

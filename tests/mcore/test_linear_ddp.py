@@ -14,7 +14,7 @@ from split_layers import MICROBATCHES, Layers, make_config, microbatches, one_ra
 
 from megatron.zero_bubble.mcore.forward_backward import GradSync
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.step_call import refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import refuse_unsupported, start_missing_reductions
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 LAST = MICROBATCHES - 1
@@ -134,6 +134,19 @@ def test_in_the_tail_a_bucket_is_reduced_before_the_next_parameters_first_w(orde
     shares = [f"share of W{m}" for m in range(int(order[-1][-1]), MICROBATCHES)]
     # The row-parallel layer is the later one of the two.
     assert tail == [*shares, "row.bias", "row.weight", *shares, "column.bias", "column.weight", "end"]
+
+
+@pytest.mark.parametrize("without", [(True, True, True), (False, True, False)], ids=["never", "sometimes"])
+def test_a_bucket_with_a_parameter_that_gets_no_gradient_is_reduced_at_the_end(without):
+    """megatron-core's schedules reduce all buckets at the end, except on the first stage."""
+    trained = Trained(torch.float32, is_split=True, overlap=True)
+    finish = trained.ddp.finish_grad_sync
+    trained.ddp.finish_grad_sync = lambda: (start_missing_reductions([trained.ddp], False), finish())
+    for is_idle in without:
+        trained.ddp.module.column.bias.requires_grad_(not is_idle)
+        gradients = trained.step(*ORDERS[1])
+        assert gradients["column.bias"].any() != is_idle
+        assert sorted(event for event in trained.events if "." in event) == sorted(trained.names.values())
 
 
 def test_grad_sync_follows_each_operation_by_itself():

@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from split_layers import one_rank
 
+from megatron.zero_bubble.mcore import post_validation as module
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.rollback import Snapshot
 
@@ -69,6 +70,25 @@ def test_a_scheduler_of_any_setting_takes_its_course_through_a_repeated_step():
     assert torch.equal(parameter, expected)
     assert late_momenta == momenta
     assert len(set(momenta)) == 3
+
+
+def test_gathered_fp8_parameters_of_an_undone_step_are_transposed_again(monkeypatch):
+    """B reads transposed copies, which megatron-core 0.16 and 0.17 leave outdated after a forced gather."""
+    calls = []
+    plain, quantized = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = optimizer_of(torch.optim.SGD([plain, quantized], lr=0.1))
+    optimizer.config.use_distributed_optimizer = True
+    validation = post_validation(optimizer)
+    vars(validation._chunks[0]).update(
+        bucket_groups=[],
+        expert_parallel_bucket_groups=[],
+        parameters=lambda: iter([plain, quantized]),
+        start_param_sync=lambda *, force_sync: calls.append("gather"),
+    )
+    monkeypatch.setattr(module, "is_float8tensor", lambda parameter: parameter is quantized)
+    monkeypatch.setattr(module, "post_all_gather_processing", calls.append)
+    validation._gather()
+    assert calls == ["gather", [quantized]]
 
 
 def test_an_optimizer_that_changes_gradients_is_refused_at_its_first_step():

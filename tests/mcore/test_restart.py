@@ -12,7 +12,8 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, ge
 
 from megatron.zero_bubble.cli.check.stage_run import make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
+from megatron.zero_bubble.mcore import restart
+from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, copied_rng_states, make_rewindable
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -45,15 +46,26 @@ def test_the_losses_of_experts_count_once(args: Arguments) -> None:
     assert torch.equal(get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"], once)
 
 
+def test_generators_of_a_tracker_for_cuda_graphs_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a tracker, as of `--te-rng-tracker`, gives its generators instead of their states."""
+    states = torch.get_rng_state(), torch.Generator(), {"model": torch.Generator()}
+    monkeypatch.setattr(restart.random, "_get_all_rng_states", lambda: states)
+    monkeypatch.setattr(restart.random, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
+    _, default, tracker = copied_rng_states()
+    for copied, live in ((default, states[1]), (tracker["model"], states[2]["model"])):
+        first = torch.rand(4, generator=live)
+        assert torch.equal(torch.rand(4, generator=copied), first)
+
+
 @pytest.mark.usefixtures("args")
 def test_what_forwards_count_in_buffers_counts_once() -> None:
     module = torch.nn.BatchNorm1d(2)
     module(torch.randn(4, 2))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    restart = Restart([module])
+    saved = Restart([module])
     module(torch.randn(4, 2))
     assert module.num_batches_tracked == 2
-    restart.apply()
+    saved.apply()
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
 
 
@@ -73,9 +85,9 @@ def test_a_buffer_that_a_forward_replaces_gets_its_value_and_its_place_back() ->
     module = Counting()
     module(torch.ones(1))
     module.latest, count = None, module.count
-    restart = Restart([module])
+    saved = Restart([module])
     module(torch.ones(1))
-    restart.apply()
+    saved.apply()
     assert module.count is count
     assert count == 1
     assert module.latest is None
@@ -87,10 +99,10 @@ def test_data_that_are_random_continue_after_a_restart_as_without_a_restart(draw
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     expected = [draw() for _ in range(5)]
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    restart = Restart([])
+    saved = Restart([])
     (data, also), (rewindable,) = make_rewindable([iter(draw, None)] * 2)
     assert [next(data), next(also), draw()] == expected[:3], "the last number is drawn by the model"
-    restart.apply()
+    saved.apply()
     rewindable.rewind()
     assert [next(also), next(data), draw(), next(data), next(data)] == expected
 

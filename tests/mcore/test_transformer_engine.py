@@ -116,6 +116,19 @@ def test_with_fused_accumulation_w_finds_a_gradient_and_b_leaves_none(run, zero_
         assert parameter.grad is None
 
 
+def test_a_model_that_ddp_wraps_again_after_weights_are_frozen_computes_its_gradients():
+    """As a loop that adds adapters does: Transformer Engine queues no W for a frozen weight."""
+    store, model = WeightGradStore(), DeferringLayers()
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
+    for is_frozen in (False, True):
+        model.first.weight.requires_grad_(not is_frozen)
+        split_weight_gradients([model], store)
+        ddp = DistributedDataParallel(model.config, config, model)
+    run_split(ddp, store)
+    assert torch.equal(model.second.weight.main_grad, run_fused(reference())["second.weight"])
+    assert not model.first.queue
+
+
 def test_layers_that_were_built_without_deferral_are_not_split():
     model = reference()
     assert split_weight_gradients([model], WeightGradStore()) == []

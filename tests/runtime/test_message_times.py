@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,39 @@ def test_a_message_does_not_wait_for_an_earlier_one_on_a_slow_wire(monkeypatch):
 
     with ThreadPoolExecutor(2) as pool:
         assert all(busy < 1.4 * idle for idle, busy in pool.map(measure, range(2)))
+
+
+class OnStreams:
+    """A rank with streams, as on a GPU: `wait` lets only the computation wait, and the host goes on."""
+
+    def __init__(self, network: InMemoryNetwork, rank: int) -> None:
+        self._end = network.communicator(rank)
+        self._receives, self._sends, self.computation = (ThreadPoolExecutor(1) for _ in range(3))
+
+    def receive(self, peer: int, spec: TensorSpec) -> SimpleNamespace:
+        return self._pending(self._receives.submit(self._end.receive(peer, spec).wait))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> SimpleNamespace:
+        before = self.computation.submit(int)
+        return self._pending(self._sends.submit(lambda: (before.result(), self._end.send(tensor, peer).wait())))
+
+    def _pending(self, message: Future) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: self.computation.submit(message.result))
+
+
+def test_on_streams_a_message_does_not_wait_for_the_computation_before_it(monkeypatch):
+    network, placement = InMemoryNetwork(2), Placement("linear", 2)
+    ends = {rank: OnStreams(network, rank) for rank in range(2)}
+    own = ContextVar[OnStreams]("own")
+    monkeypatch.setattr(message_times, "_compute", lambda device: own.get().computation.submit(time.sleep, 0.05))
+    monkeypatch.setattr(message_times, "_synchronize", lambda device: own.get().computation.submit(int).result())
+
+    def measure(rank: int) -> float:
+        own.set(ends[rank])
+        return measure_edges(ends[rank], placement, rank, SPEC)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(measure, range(2))) < 25
 
 
 def test_a_collective_is_measured_on_the_rank_that_waits(one_rank):

@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.device import limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
-from megatron.zero_bubble.schedule import OpKind, ScheduleError
+from megatron.zero_bubble.schedule import OpKind, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.kinds import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -93,6 +93,14 @@ def test_each_number_of_microbatches_is_planned_once():
     assert [report.prediction.schedule.num_microbatches for report in run.reports] == [1, 2, 3]
 
 
+def test_a_step_of_fewer_microbatches_leaves_the_memory_of_larger_steps_as_it_is():
+    kept = replace(GIVEN, costs=StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -40))
+    run = Run(profile=kept, memory_limit=MemoryLimit(multiple=1.0))
+    for m in (4, 2, 4, 2):
+        run.steps(1, m=m)
+    assert [report.memory_limit for report in run.reports] == [(130.0,), (130.0,)]
+
+
 def test_numbers_of_microbatches_before_the_window_ends_need_no_plan():
     run = Run()
     run.steps(1, m=1)
@@ -156,6 +164,15 @@ def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
 
 
 RECOMPUTED = RunSchedules.named("1f1b", 1).requesting(recomputes=(Recompute.FULL,))
+
+
+@pytest.mark.parametrize(("given", "limit"), [("1.2", 150.0), (None, 150.0), ("150B", 120.0)])
+def test_only_limits_in_bytes_of_a_chosen_layout_include_temporary_memory(given, limit):
+    """A multiple compares activations with megatron-core's, whose operations need temporary memory, too."""
+    memory_limit = None if given is None else MemoryLimit.parse(given)
+    run = Run(profile=replace(GIVEN, inside=(30.0,)), memory_limit=memory_limit, limits=(150.0,))
+    run.steps(1)
+    assert run.reports[0].memory_limit == (limit,)
 
 
 def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_is_planned():

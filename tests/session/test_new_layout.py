@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.rehearsal import Contender
 from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session import new_layout
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, choose_layout
@@ -25,10 +27,8 @@ Choose = Callable[..., tuple[ChosenLayout, list[Contender]]]
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+def choose(monkeypatch: pytest.MonkeyPatch, one_rank: dist.ProcessGroup) -> Choose:
     """Chooses on one rank, where the rehearsal takes as many milliseconds as a function of the contenders says."""
-    monkeypatch.setattr(new_layout, "on_rank", lambda rank, action: action())
-    monkeypatch.setattr(new_layout, "print_rank_0", print)
 
     def choose(
         times: Callable[[Contender], float],
@@ -154,3 +154,11 @@ def test_nothing_is_rehearsed_where_nothing_is_left_to_decide(choose, model, dev
     choice, rehearsed = choose(lambda contender: 100.0, model, device, **given)
     assert rehearsed == []
     assert choice.request is not None
+
+
+def test_all_gpus_take_part_in_measuring_the_free_memory_in_which_one_rank_plans(choose, monkeypatch):
+    """A collective call that rank 0 alone makes would wait forever."""
+    monkeypatch.setattr(new_layout, "own_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(new_layout, "least_free_bytes", lambda device: min(from_all_ranks(1e9)))
+    choice, _ = choose(lambda contender: 100.0, device=None)
+    assert max(choice.flags["zero_bubble_layout_limits"]) < 1e9

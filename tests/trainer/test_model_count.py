@@ -235,6 +235,17 @@ def test_latent_projections_are_whole_on_every_tensor_parallel_rank_of_transform
     assert whole.whole == split.whole
 
 
+def test_transformer_engine_keeps_inputs_that_it_gathers_for_b_until_w() -> None:
+    """Inputs of the query-key-value and the first MLP layer, with the tokens of the other tensor-parallel rank."""
+    flags = f"--bf16 {LLAMA} {FLASH} --tensor-model-parallel-size 2"
+    apart, shared = (
+        [held(f"{flags} {sequence} {impl}", 4) for impl in ("", TE)] for sequence in ("", "--sequence-parallel")
+    )
+    assert apart[1].after_b == apart[0].after_b
+    tokens, hidden, element = 2 * 64, 48, 2
+    assert shared[1].after_b - shared[0].after_b == 2 * tokens // 2 * hidden * element
+
+
 def test_a_schedule_that_ran_before_changes_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--mtp-num-layers 1"
     count = count_model(arguments(flags))

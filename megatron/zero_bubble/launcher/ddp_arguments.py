@@ -49,13 +49,13 @@ def defer_in_ddp(call: Call, **more: bool) -> None:
 
 
 def construct_ddp(call: Call, **more: bool) -> None:
-    """Construct DDP in a script of Megatron-LM; the arguments are as in `defer_in_ddp`.
+    """Construct DDP on the default CUDA stream; the arguments are as in `defer_in_ddp`.
 
-    Megatron-LM constructs DDP on a separate CUDA stream. If DDP is constructed on a separate stream, autograd
-    accumulates the gradients of biases and norms on that stream, but W accumulates the gradients of split layers on the
-    default stream. The hook that completes a bucket starts the bucket's reduction. The reduction waits only for the
-    stream of the hook, and could start before the gradients on another stream are complete. `construct_ddp` constructs
-    DDP on the default stream, so that one stream accumulates all gradients.
+    Megatron-LM and Megatron-Bridge construct DDP on a separate stream. If DDP is constructed on a separate stream,
+    autograd accumulates the gradients of biases and norms on that stream, but W accumulates the gradients of split
+    layers on the default stream. The hook that completes a bucket starts the bucket's reduction. The reduction waits
+    only for the stream of the hook, and could start before the gradients on another stream are complete.
+    `construct_ddp` constructs DDP on the default stream, so that one stream accumulates all gradients.
     """
     defer_in_ddp(call, **more)
     # A stage of a layout may have no parameters.

@@ -16,12 +16,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
-from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
+from megatron.zero_bubble.launcher.ddp_arguments import construct_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.script_settings import chunks_asked, flags_of, schedule_asked
+from megatron.zero_bubble.launcher.script_settings import (
+    chunks_asked,
+    flags_of,
+    needs_trainer,
+    refuse_in_own_loop,
+    schedule_asked,
+)
 from megatron.zero_bubble.mcore.transformer_engine import compute_in_backward
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.output_places import check_zero_bubble_outputs
@@ -29,13 +34,6 @@ from megatron.zero_bubble.session.same_flags import check_same_flags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
-
-_NEED_MEGATRON_LM = {
-    "zero_bubble_post_validation": "post-validation depends on which steps the loop logs",
-    "hierarchical_sgd": "hierarchical SGD depends on when the loop logs, evaluates and saves",
-    "zero_bubble_seed_by_layer": "layer seeds are derived from the seed of Megatron-LM's trainer",
-}
-"""Setting that works only with Megatron-LM's trainer -> reason why no other training loop supports the setting."""
 
 
 @dataclass
@@ -69,9 +67,9 @@ class LoopRun:
     had_nothing_to_train = False
 
     def __init__(self, flags: LaunchFlags, timeout_minutes: int | None = None) -> None:
-        for name, reason in _NEED_MEGATRON_LM.items():
-            if getattr(flags, name):
-                raise SessionError(f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}")
+        refuse_in_own_loop(flags)
+        if flags.zero_bubble_seed_by_layer:
+            raise SessionError(needs_trainer("zero_bubble_seed_by_layer", "layer seeds are derived from its seed"))
         self._flags, self._timeout_minutes = replace(flags, zero_bubble_keep_layout=flags.zero_bubble), timeout_minutes
         self._models: list[_Model] = []
         self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -157,10 +155,10 @@ class LoopRun:
             with users_mistakes():
                 model.shard()
                 model.session.split([call["module"]])
-            defer_in_ddp(call)
-        call.proceed()
-        if model is not None:
+            construct_ddp(call)
             self._wrapped.add(call["self"])
+        else:
+            call.proceed()
 
     def _model_of(self, chunk: torch.nn.Module) -> _Model | None:
         inner = unwrap_model(chunk)

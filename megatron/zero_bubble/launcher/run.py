@@ -24,7 +24,7 @@ from megatron.zero_bubble.launcher.script_choice import (
 )
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
-from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
+from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas, iterations_done
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, DECODER_NAMES
 from megatron.zero_bubble.mcore.refused_settings import RECORDING
@@ -215,12 +215,12 @@ class Run:
         """
         if not self.session.has_started:
             self._start()
-        # Megatron-LM may skip an iteration, or run it a second time.
-        self.session.iteration = getattr(self._script, "curr_iteration", self.session.iteration)
+        trains = not arguments.get("forward_only", False)
+        self.session.iteration = iterations_done(self._script, self.session, trains=trains)
         is_local = self.session.replicas.is_local
         arguments["forward_step_func"] = self.stages.placed(arguments["forward_step_func"])
         losses = self.stages.to_last_rank(self.session.forward_backward(**arguments))
-        if not arguments.get("forward_only", False):
+        if trains:
             losses = self.replicas.own_losses(losses) if is_local else losses
             if self.session.job.hierarchy is None:
                 self.replicas.after_step(self.session.iteration)

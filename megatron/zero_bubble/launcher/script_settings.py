@@ -142,6 +142,21 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
         refuse_chunks(script, asking)
 
 
+def refuse_in_own_loop(flags: LaunchFlags | JobFlags) -> None:
+    """Refuse settings that take effect at the optimizer step of Megatron-LM's trainer, in any other training loop."""
+    if flags.zero_bubble_post_validation:
+        reason = "post-validation depends on which steps the loop logs"
+        raise SessionError(needs_trainer("zero_bubble_post_validation", reason))
+    if flags.hierarchical_sgd is not None:
+        reason = "hierarchical SGD depends on when the loop logs, evaluates and saves"
+        raise SessionError(needs_trainer("hierarchical_sgd", reason))
+
+
+def needs_trainer(name: str, reason: str) -> str:
+    """Return the message for the setting `name`, which no loop but Megatron-LM's trainer supports."""
+    return f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}"
+
+
 def refuse_chunks(script: Namespace, asking: str) -> None:
     """Refuse several model chunks a rank if the script's arguments allow only one.
 

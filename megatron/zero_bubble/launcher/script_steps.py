@@ -23,10 +23,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.hooks import Call, Needed
+from megatron.zero_bubble.launcher.script_settings import refuse_in_own_loop
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
+
+
+def iterations_done(script: Namespace, session: Session, *, trains: bool) -> int:
+    """Return the number of iterations before this one; Megatron-LM may skip an iteration, or run it a second time.
+
+    Args:
+        trains: whether this iteration trains, rather than evaluates.
+
+    Raises:
+        SessionError: a loop other than Megatron-LM's trains, such as slime's, and a setting needs Megatron-LM's.
+    """
+    if not hasattr(script, "curr_iteration"):  # set by Megatron-LM's loop before its first training step
+        if trains:
+            refuse_in_own_loop(session.job.flags)
+        return session.iteration
+    return script.curr_iteration
 
 
 class ScriptPostValidation:

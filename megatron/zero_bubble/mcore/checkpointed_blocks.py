@@ -28,6 +28,7 @@ from torch.utils.checkpoint import detach_variable
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.replaced import replaced
+from megatron.zero_bubble.mcore.restart import copied_rng_states
 from megatron.zero_bubble.runtime.recomputation_store import Blocks, ForwardMode, RecomputationStore
 
 
@@ -138,9 +139,10 @@ class _DroppedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, run: Any, distribute_saved: bool, *inputs: Any) -> Any:
+        rng_states = copied_rng_states()
         with blocks.suspended():
             outputs = random.CheckpointFunction.forward(ctx, run, distribute_saved, *inputs)
-        ctx.recomputed = None
+        ctx.recomputed, ctx.rng_states = None, rng_states
         # Saved tensors may be copies, if saved-tensor hooks pack them.
         ctx.divided_input = inputs[0] if distribute_saved else None
         # Without a gradient to compute, backward never runs.

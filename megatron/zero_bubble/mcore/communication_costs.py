@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
 
-_CALLS, _PRODUCTS = 4, 2
-"""Number of communication calls in a round of a measurement, and number of matrix products during each call."""
+_CALLS, _FEWEST_PRODUCTS = 4, 2
+"""Number of communication calls in a round of a measurement, and least number of matrix products during each call."""
+_COVERED = 2.0
+"""The matrix products during a communication call take at least this many times as long as the call alone."""
 _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
 """Minimum and maximum number of rounds in a measurement, and approximate time limit for all rounds in milliseconds."""
 
@@ -77,6 +80,7 @@ def measure_beside_compute(
 
     Messages and collectives run at the same time as the computation, and slow the computation down, because
     communication occupies cores of the CPU or GPU. All ranks compute and communicate at the same time, as in training.
+    The computation takes longer than the communication, so that no rank only waits for a message.
 
     Returns:
         Additional milliseconds for one call of `communicate`: the median over ranks of the mean over rounds. The mean
@@ -86,25 +90,33 @@ def measure_beside_compute(
     if group.size() == 1:
         return 0.0
     tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    # The matrix is in fp32, which every device multiplies fast: a CPU without instructions for bfloat16 takes 60 times
-    # as long for bfloat16.
-    matrix = torch.zeros(512, 512, device=spec.device)
+    # A CPU without instructions for bfloat16 takes 60 times as long for bfloat16. On a GPU, a product has to be large
+    # enough to occupy all processors.
+    is_gpu = spec.device.type == "cuda"
+    size, dtype = (4096, torch.bfloat16) if is_gpu else (512, torch.float32)
+    matrix = torch.zeros(size, size, dtype=dtype, device=spec.device)
 
-    def milliseconds(*, communicates: bool) -> float:
+    def milliseconds(num_products: int, *, communicates: bool) -> float:
         dist.barrier(group)
         begin = time.perf_counter()
         for _ in range(_CALLS):
             works = communicate(tensor, group) if communicates else []
-            for _ in range(_PRODUCTS):
+            for _ in range(num_products):
                 torch.mm(matrix, matrix)
             for work in works:
                 work.wait()
-        if spec.device.type == "cuda":
+        if is_gpu:
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) * 1e3 / _CALLS
 
-    milliseconds(communicates=True)  # creates communicators
-    slowest = max(from_all_ranks(milliseconds(communicates=True)))
+    milliseconds(1, communicates=True)  # creates communicators
+    alone = max(from_all_ranks(milliseconds(0, communicates=True)))
+    product = min(from_all_ranks(milliseconds(_FEWEST_PRODUCTS, communicates=False))) / _FEWEST_PRODUCTS
+    num_products = max(_FEWEST_PRODUCTS, math.ceil(_COVERED * alone / product))
+    slowest = max(from_all_ranks(milliseconds(num_products, communicates=True)))
     num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_MILLISECONDS / (2 * _CALLS * slowest))))
-    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(num_rounds)]
+    rounds = [
+        milliseconds(num_products, communicates=True) - milliseconds(num_products, communicates=False)
+        for _ in range(num_rounds)
+    ]
     return max(0.0, statistics.median(from_all_ranks(statistics.fmean(rounds))))

@@ -2,12 +2,12 @@
 
 For layers that this module does not replace, the memory and operations of megatron-core's own code are counted. For a
 job with Transformer Engine, the memory and operations of megatron-core's local layers are counted, because the layers
-of Transformer Engine 2.x keep the same tensors as the local layers (see `pytorch/module/` in Transformer Engine).
-`LayerNormLinear`, which is Transformer Engine's norm fused with a linear layer, saves the input and the output of the
-norm, and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input
-(`linear.py`). Fused attention saves queries, keys, values, the attention's output and the logarithm of the softmax's
-sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's
-mask. The counted memory leaves out norm statistics.
+of Transformer Engine 2.x keep the same tensors as the local layers (see `pytorch/module/` in Transformer Engine). The
+exception is sequence parallelism (see `gathered_features`). `LayerNormLinear`, which is Transformer Engine's norm fused
+with a linear layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`).
+Transformer Engine's linear layer saves its input (`linear.py`). Fused attention saves queries, keys, values, the
+attention's output and the logarithm of the softmax's sums (`attention/dot_product_attention/`). Unfused attention saves
+the scores, before and after dropout, and dropout's mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -72,6 +72,22 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
             module.gated_delta_rule = _delta_rule
         elif isinstance(module, MoELayer):
             module.token_dispatcher = EvenDispatcher(module.config.moe_router_topk)
+
+
+def gathered_features(model: torch.nn.Module) -> int:
+    """Count the features of all inputs that Transformer Engine's linear layers gather under sequence parallelism.
+
+    From B to W, Transformer Engine keeps such an input with the tokens of all tensor-parallel ranks. Local layers keep
+    the tokens of their rank, and gather the input again in W. The output layer is always a local layer.
+    """
+    linears = (module for module in model.modules() if isinstance(module, ColumnParallelLinear))
+    return sum(
+        linear.weight.shape[1]
+        for linear in linears
+        if linear.sequence_parallel
+        and not linear.explicit_expert_comm
+        and linear is not getattr(model, "output_layer", None)
+    )
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
@@ -289,6 +290,9 @@ class PostValidation:
                 if bucket_group.param_gather_handle is not None:
                     bucket_group.start_param_sync(force_sync=True)
             chunk.start_param_sync(force_sync=True)
+            # megatron-core 0.16 and 0.17 leave this out after a forced gather: transposed copies would stay outdated.
+            if quantized := [parameter for parameter in chunk.parameters() if is_float8tensor(parameter)]:
+                post_all_gather_processing(quantized)
 
     def _scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)

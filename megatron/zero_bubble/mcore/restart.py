@@ -13,6 +13,17 @@ from megatron.core.tensor_parallel import random
 from megatron.core.utils import unwrap_model
 
 
+def copied_rng_states() -> tuple[Any, Any, Any]:
+    """Return arguments of megatron-core's `_set_all_rng_states` that restore the present random states.
+
+    A tracker of random states for CUDA graphs gives its generators, which later draws change; they are copied.
+    """
+    cpu, cuda, tracker = random._get_all_rng_states()
+    if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
+        cuda, tracker = cuda.clone_state(), {name: state.clone_state() for name, state in tracker.items()}
+    return cpu, cuda, tracker
+
+
 class HostGenerators(NamedTuple):
     """The states of the random number generators of the CPU: torch's, Python's and NumPy's global generators."""
 
@@ -96,7 +107,7 @@ class Restart:
     """Saves the random states and the modules' buffers on creation, and restores them in `apply`."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        self._random, self._host = random._get_all_rng_states(), HostGenerators.now()
+        self._random, self._host = copied_rng_states(), HostGenerators.now()
         modules = [module for chunk in model_chunks for module in unwrap_model(chunk).modules()]
         self._places = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
         # Several modules may have one buffer.

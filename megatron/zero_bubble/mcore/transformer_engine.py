@@ -69,6 +69,8 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 _IN_STORE: WeakSet[torch.nn.Module] = WeakSet()
 """The modules that put their W into a store."""
+_HOOKS = "zero_bubble_hooks_of_ddp"
+"""Name of a module's attribute: the list of the hooks that DDP has registered for the module's deferred gradients."""
 
 
 def compute_in_backward(models: Iterable[torch.nn.Module]) -> None:
@@ -104,6 +106,9 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
     module adds the bias. A bias gradient that B has computed is kept until the W of the same microbatch, because each
     call of DDP's hook adds one microbatch's gradient to `main_grad`.
     """
+    if module in _IN_STORE:  # DDP wraps the module again, and will register its new hooks
+        vars(module)[_HOOKS].clear()
+        return
     _IN_STORE.add(module)
     _set_deferral(module, True)
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
@@ -112,7 +117,9 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
     sums = {parameter: MicrobatchSums(store) for parameter in parameters}
     of_b: dict[torch.Tensor, deque[torch.Tensor]] = {}
+    weights = [parameter for parameter in parameters if parameter.dim() > 1]
     hooks: list[Callable[[], None]] = []
+    vars(module)[_HOOKS] = hooks
     # DDP's hooks are not registered with the module, because `backward_dw()` would call them for each term of a sum.
     module.register_wgrad_accumulation_and_reduce_hooks = hooks.append
 
@@ -152,7 +159,8 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
             )
         # A tuple holds, after the result, a bias that is added elsewhere or the input of the norm.
         result = output[0] if isinstance(output, tuple) else output
-        if result.requires_grad:
+        # A weight may have been frozen since, for example in a model that is wrapped in DDP before it gets adapters.
+        if result.requires_grad and any(weight.requires_grad for weight in weights):
             result.register_hook(on_backward)
 
     setattr(on_gradient_of_b, OWN, True)

@@ -11,6 +11,7 @@ from operator import add
 from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_pairs
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -112,6 +113,24 @@ def bytes_with_unit(num_bytes: float) -> str:
         ((unit, size) for unit, size in (("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= 100 * size), ("B", 1)
     )
     return f"{ceil(num_bytes / size)}{unit}"
+
+
+def beyond_limit(name: str, limit_in_bytes: float, smallest: int, given: MemoryLimit | None) -> Infeasible:
+    """Return the error for a schedule that does not fit in a memory limit.
+
+    Args:
+        name: name of the schedule.
+        smallest: smallest memory limit in bytes that works.
+        given: the limit that the user gave; None without one.
+    """
+    works = bytes_with_unit(smallest)
+    if given is not None and given.multiple is not None:
+        works += f", or {in_peaks(given.multiple * smallest / limit_in_bytes)}"
+    return Infeasible(
+        f"schedule {name} does not fit in the memory limit of {limit_in_bytes:.0f} bytes: the smallest that works is "
+        f"{works}",
+        smallest,
+    )
 
 
 def _positive(number: str, text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,9 @@ from megatron.zero_bubble.schedule import validate
 from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 
 T = TypeVar("T")
+
+_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+"""Whether this rank runs an action that no other rank runs, so that a collective call would wait forever."""
 
 
 def jointly(action: Callable[[], T], patience: float | None = None) -> T:
@@ -45,14 +49,25 @@ def jointly(action: Callable[[], T], patience: float | None = None) -> T:
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return `value` of every rank of `group` (by default of the job), in the order of ranks; a collective call."""
+    assert not _IS_ALONE.get(), "a collective call in an action of `on_rank`, in which other ranks take no part"
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on rank `rank`; all ranks return the result or raise the error of `action`. A collective call."""
-    outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
+    """Run `action`, which contains no collective call, on rank `rank`; all ranks return its result or raise its error.
+
+    `on_rank` is a collective call.
+    """
+    assert not _IS_ALONE.get(), "a collective call in an action of `on_rank`, in which other ranks take no part"
+    outcome: list[Any] = [None]
+    if dist.get_rank() == rank:
+        token = _IS_ALONE.set(True)
+        try:
+            outcome = [attempt(action)]
+        finally:
+            _IS_ALONE.reset(token)
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
     raise_first([error], error)

@@ -81,6 +81,7 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
                 communicator.send(message, peer).wait()
                 answer.wait()
             communicator.receive(peer, spec).wait()
+            _synchronize(spec.device)  # with NCCL, `wait` does not wait until the peer has computed
         else:
             communicator.receive(peer, spec).wait()
             pending = communicator.send(message, peer)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
-from megatron.zero_bubble.planner.memory_limit import bytes_with_unit, in_peaks
+from megatron.zero_bubble.planner.memory_limit import beyond_limit
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
@@ -80,6 +80,8 @@ class Replanner:
         """The last plan that was chosen from measured costs, or the first plan; a trial in progress does not count."""
         self._planned_for: set[int] = set()
         """The numbers of microbatches for which a plan was made from the current profile."""
+        self._largest_number = 0
+        """The largest number of microbatches planned for; a memory limit is a multiple of 1F1B's memory with it."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> `Schedule.groups` of the schedule that runs."""
         self._trial: OrderTrial | None = None
@@ -107,8 +109,8 @@ class Replanner:
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a plan from a profile that was not used for `num_microbatches` yet, or None if the run keeps its plan.
 
-        `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
-        depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
+        `before_step` is a collective call. Each number of microbatches needs its own plan, because a larger number may
+        raise the memory limit. If the user gives a profile, the plan for the first step is made from this profile.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -176,8 +178,10 @@ class Replanner:
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
         """Make a plan from the current profile, in a collective call; return the plan and the ranks' memory limits."""
         profile = self._known_profile()
-        in_bytes = self._limits_in_bytes(profile, num_microbatches)
-        limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
+        self._largest_number = max(self._largest_number, num_microbatches)
+        in_bytes = self._limits_in_bytes(profile, self._largest_number)
+        inside = self._limited_inside(profile)
+        limit = None if in_bytes is None else limits_of_ranks(in_bytes, inside)
         plan = self._plan
         if plan.adapts:
             plan = plan.requesting(costs=profile.costs, memory_limit=limit, spread=profile.noise)
@@ -186,16 +190,8 @@ class Replanner:
         except Infeasible as error:
             if in_bytes is None:  # the schedule's own limit
                 raise
-            given, limit_in_bytes = self._options.memory_limit, min(in_bytes)
-            smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
-            works = bytes_with_unit(smallest)
-            if given is not None and given.multiple is not None:
-                works += f", or {in_peaks(given.multiple * smallest / limit_in_bytes)}"
-            raise Infeasible(
-                f"schedule {self._plan.name} does not fit in the memory limit of {limit_in_bytes:.0f} bytes: "
-                f"the smallest that works is {works}",
-                smallest,
-            ) from error
+            smallest = math.ceil(error.smallest_limit + max(inside))
+            raise beyond_limit(plan.name, min(in_bytes), smallest, self._options.memory_limit) from error
 
     def _known_profile(self) -> Profile:
         assert self._profile is not None
@@ -301,6 +297,15 @@ class Replanner:
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()
         return self._decide(num_microbatches)
+
+    def _limited_inside(self, profile: Profile) -> tuple[float, ...]:
+        """Rank -> temporary memory of an operation in bytes if the memory limit includes it, or else zero.
+
+        A layout that was chosen under a multiple of 1F1B's memory has limits for activations alone.
+        """
+        limit = self._options.memory_limit
+        is_for_activations = self._options.limits is not None and (limit is None or limit.multiple is not None)
+        return (0.0,) * len(profile.inside_ranks) if is_for_activations else profile.inside_ranks
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
         """Return the memory limit of each rank in bytes; None if the schedule determines its own limit."""

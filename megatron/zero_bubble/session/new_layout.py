@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 from math import inf
 
+import torch
+
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.rehearsal import Contender, rehearse
@@ -53,10 +55,12 @@ def new_choice(
         ValueError: no layout fits in the memory; raised on all ranks.
     """
     choices: list[LayoutChoice] = []
+    device = own_device()
+    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
     rehearses = units is not None and units[0].message.device.type == "cpu"
 
     def plan() -> list[Contender]:
-        choices.append(_planned(flags, costs, padded_vocab_size))
+        choices.append(_planned(flags, costs, padded_vocab_size, device, free_bytes))
         if flags.zero_bubble_unit_costs_output is not None:
             with writing("--zero-bubble-unit-costs-output", flags.zero_bubble_unit_costs_output):
                 write_file(flags.zero_bubble_unit_costs_output, units_to_json(choices[0].request.model))
@@ -86,10 +90,10 @@ def new_choice(
     return chosen
 
 
-def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> LayoutChoice:
+def _planned(
+    flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, device: torch.device, free_bytes: float | None
+) -> LayoutChoice:
     """Search for the best layout that fits in the free memory of every device, and print the progress."""
-    device = own_device()
-    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
     progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
     rate = link_rate(copy_lane(device), device) if plans_offload(flags) else None
     return choose_layout(flags, costs, free_bytes, padded_vocab_size, host_rate=rate, report=progress)

@@ -142,8 +142,7 @@ class Session:
         Raises:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
         """
-        given = replace(self.job.flags, **restrictions)
-        choice = new_choice(given, costs, padded_vocab_size, self._units)
+        choice = new_choice(replace(self.job.flags, **restrictions), costs, padded_vocab_size, self._units)
         self._take_layout(self.job.flags, choice)
         return choice.flags
 
@@ -166,6 +165,7 @@ class Session:
     def _take_layout(self, flags: JobFlags, choice: ChosenLayout | None = None) -> None:
         self._take(job_settings(flags, os.environ, torch.cuda.is_available(), choice=choice))
         adopt_placement(self.job.placement)
+        self._units = None  # frees the microbatch with which the units were measured
 
     # Methods that change the model.
 

@@ -21,6 +21,7 @@ from megatron.zero_bubble.mcore.counted_layers import (
     convolution_backward_flops,
     count_as_kernels,
     expert_parameters,
+    gathered_features,
 )
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
@@ -223,10 +224,18 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
         with _counted(operations), store.deferring():
             torch.autograd.backward(output, torch.empty_like(output))
         store.flush(0, 0)
-        after_b = after_f + meter.end(b)
+        after_b = after_f + meter.end(b) + _gathered_bytes(args, model)
     with _counted(operations):
         store.pop(0, 0)
     return UnitCount(parameters, Flops(*operations), Activations(after_f, after_b), whole, further)
+
+
+def _gathered_bytes(args: Arguments, model: Any) -> float:
+    """Return the bytes that Transformer Engine's layers keep from B to W in addition to the memory of local layers."""
+    if args.transformer_impl != "transformer_engine" or not args.sequence_parallel:
+        return 0.0
+    from_other_ranks = rank_tokens(args) * (1 - 1 / args.tensor_model_parallel_size)
+    return element_bytes(args) * from_other_ranks * gathered_features(model)
 
 
 @contextmanager
