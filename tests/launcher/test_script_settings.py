@@ -113,11 +113,14 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
                 ),
             )
         ),
-        (
-            {"schedule": "interleaved-1f1b"},
-            {"multiple_validation_sets": True},
-            "--zero-bubble-schedule interleaved-1f1b does not work with --multiple-validation-sets, which Megatron-LM "
-            "supports with one model chunk a rank only: leave one of them out",
+        *(
+            (
+                {"schedule": "interleaved-1f1b"},
+                {name: True},
+                f"--zero-bubble-schedule interleaved-1f1b does not work with --{name.replace('_', '-')}, which "
+                "Megatron-LM supports with one model chunk a rank only: leave one of them out",
+            )
+            for name in ("multiple_validation_sets", "full_validation")
         ),
         (
             {},

@@ -100,12 +100,19 @@ def test_a_schedule_computes_what_megatrons_computes(trainings: MegatronTraining
     assert different(trainings.tensors(ours), trainings.tensors(base)) == []
 
 
-@pytest.mark.parametrize("flags", [ZB_H1, "--zero-bubble --zero-bubble-post-validation", "--zero-bubble-schedule zb-v"])
-def test_a_run_that_only_evaluates_has_megatrons_losses(flags: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [(ZB_H1, 4), ("--zero-bubble --zero-bubble-post-validation", 2), ("--zero-bubble-schedule zb-v", 2)],
+)
+def test_a_run_that_only_evaluates_has_megatrons_losses(flags: str, ranks: int) -> None:
+    """Also in replicas, whose model is not in DDP."""
     only_evaluations = MegatronTrainings(("--global-batch-size", "4", "--skip-train", "--train-iters", "6"))
     seeds = BY_LAYER if "zb-v" in flags else ""
     base = f"{GPT} --zero-bubble-schedule 1f1b {seeds}" if seeds else GPT
-    ours, expected = (losses(only_evaluations.output(case)) for case in (f"{GPT} {flags} {seeds}", base))
+    ours, expected = (
+        losses(only_evaluations.output(f"{case} --pipeline-model-parallel-size 2", ranks))
+        for case in (f"{GPT} {flags} {seeds}", base)
+    )
     assert expected
     assert ours == expected
 

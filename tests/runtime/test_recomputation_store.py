@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
@@ -37,6 +40,26 @@ def test_blocks_inside_a_block_are_left_alone():
         with store.suspended():
             assert store.current is None
         assert store.current.mode is ForwardMode.DROP
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["R", "groups"])
+def test_what_is_forgotten_is_freed_without_the_garbage_collector(drops: bool) -> None:
+    """A block's graph refers to its recomputation, which refers to the graph; `--manual-gc` collects no such circle."""
+
+    class Graph:
+        pass
+
+    store, graph = RecomputationStore(), Graph()
+    with store.forward(0, 0, drops=drops, num_groups=2):
+        graph.backward = store.current.put(lambda graph=graph: None)
+    lives = weakref.ref(graph)
+    gc.disable()
+    try:
+        del graph
+        store.clear()
+        assert lives() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_forgotten_is_never_run():

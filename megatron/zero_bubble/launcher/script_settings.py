@@ -177,7 +177,11 @@ def one_chunk_flag(script: Namespace) -> str | None:
     """Return the script's flag that allows only one model chunk a rank, and its value; None without such a flag."""
     if skipped := getattr(script, "iterations_to_skip", None):
         return f"--iterations-to-skip {' '.join(map(str, skipped))}"
-    return "--multiple-validation-sets" if getattr(script, "multiple_validation_sets", False) else None
+    if getattr(script, "multiple_validation_sets", False):
+        return "--multiple-validation-sets"
+    # Megatron-LM takes the length of the first chunk's datasets; with --sft, every stage has datasets.
+    is_full = getattr(script, "full_validation", False) and not getattr(script, "sft", False)
+    return "--full-validation" if is_full else None
 
 
 def schedule_asked(flags: JobFlags) -> str:

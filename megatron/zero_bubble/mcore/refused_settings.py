@@ -267,6 +267,7 @@ WITH_FEATURES = (
         Refusal("logit_dtype", "the shards compute logits in the type of the model"),
         Refusal("fp8_output_proj", "the shards have an output layer of their own"),
         Refusal("logits_save_dir logits_load_dir", "no rank has all logits of a token"),
+        Refusal("log_straggler", "its timers end before the model runs"),
     ),
     *_with(
         [Feature.PLANNED_RECOMPUTATION],

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -52,6 +53,8 @@ class RecomputationStore:
         self.timed: Callable[[OpKind], AbstractContextManager[Any]] = nullcontext
         """Makes a context manager that measures the time that B spends on a recomputation or on weight gradients."""
         self._dropped: dict[tuple[int, int], Blocks] = {}
+        self._alive: WeakSet[Blocks] = WeakSet()
+        """The blocks of every F whose activations may still be in memory."""
         self.current: Blocks | None = None
         """The blocks of the F that runs; None outside of an F and inside of `suspended`."""
 
@@ -65,6 +68,7 @@ class RecomputationStore:
         """
         assert self.current is None, "an F inside an F"
         self.current = blocks = Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
+        self._alive.add(blocks)
         if drops:
             self._dropped[chunk, microbatch] = blocks
         try:
@@ -99,8 +103,10 @@ class RecomputationStore:
         return list(self._dropped)
 
     def clear(self) -> None:
-        """Remove all blocks from the store without recomputing their activations."""
+        """Remove all blocks from the store without recomputing their activations, and free the blocks' inputs."""
         self._dropped.clear()
+        for blocks in self._alive:
+            blocks.drop_recomputations()
 
 
 class Blocks:
@@ -170,6 +176,10 @@ class Blocks:
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
             self._dropped.pop(number)()
+
+    def drop_recomputations(self) -> None:
+        """Drop the recomputations, which refer to the graph of their F, whose backwards refer to these blocks."""
+        self._dropped.clear()
 
     def _starts(self, number: int) -> list[int]:
         """Return the index of the first block of each group, for a chunk with `number` blocks."""

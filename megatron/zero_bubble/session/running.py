@@ -241,7 +241,8 @@ class Replicas:
         group = parallel_state.get_data_parallel_group()
         self._num_replicas = group.size()
         self._waits = ReplicaWaits(group, device_clock(own_device()))
-        for chunk in chunks if self._num_replicas > 1 else ():
+        # In a job that only evaluates, chunks are not in DDP.
+        for chunk in chunks if self._num_replicas > 1 and hasattr(chunks[0], "finish_grad_sync") else ():
             chunk.finish_grad_sync = self._measured(chunk.finish_grad_sync)
 
     def _measured(self, reduce: Callable[..., None]) -> Callable[..., None]:
