@@ -16,6 +16,14 @@ def kinds(call: dict[str, Any]) -> list[int]:
     return [distinct.index(layer) for layer in layers]
 
 
+def test_layers_differ_in_the_communication_of_context_parallel_ranks() -> None:
+    given: dict[str, Any] = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "context_parallel_size": 2}
+    words = ["p2p", "a2a", "p2p"]
+    plain = {"transformer_layer_spec": SimpleNamespace()}
+    assert kinds({**plain, "config": TransformerConfig(**given, cp_comm_type=words)}) == [0, 1, 0]
+    assert kinds({**plain, "config": TransformerConfig(**given, cp_comm_type="a2a")}) == [0, 0, 0]
+
+
 def test_layers_differ_in_their_specs_in_windows_and_in_rotary_embeddings() -> None:
     given: dict[str, Any] = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
     plain = {"config": TransformerConfig(**given), "transformer_layer_spec": SimpleNamespace()}

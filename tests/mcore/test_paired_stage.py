@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired, refuse_unplanned
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError, RecordedCall
@@ -46,9 +48,18 @@ def test_a_model_with_schedule_plans_is_taken():
             "--recompute-modules moe",
         ),
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"enable_mhc_connections": True}, "enable_mhc_connections of the model's configuration"),
+        ({"fp4": "e2m1"}, "--fp4-format"),
+        (
+            {"experimental_attention_variant": "gated_delta_net"},
+            "--experimental-attention-variant gated_delta_net",
+        ),
     ],
 )
-def test_a_setting_that_plans_do_not_support_is_refused(changed, words):
+def test_a_setting_that_plans_do_not_support_is_refused(changed, words, monkeypatch):
+    """Plans of some versions compute in bf16 in place of fp4, and need `backward_dw` of every attention."""
+    monkeypatch.delattr(TransformerLayerSchedulePlan, "get_low_precision_context", raising=False)
+    monkeypatch.delattr(GatedDeltaNet, "backward_dw", raising=False)
     with pytest.raises(ValueError, match=f"--overlap-moe-expert-parallel-comm does not work with {words}: change one"):
         refuse_unpaired(SimpleNamespace(**{**FINE, **changed}), Planned)
 
@@ -78,3 +89,10 @@ def test_a_forward_whose_router_gets_other_tokens_in_a_plan_is_refused(keywords,
         return
     with pytest.raises(ForwardStepError, match=f"^--overlap-moe-expert-parallel-comm does not support {words} in the"):
         refuse_unplanned(call)
+
+
+def test_packed_sequences_are_refused_beside_multi_token_prediction():
+    call = RecordedCall((TOKENS, TOKENS, None), {"packed_seq_params": SimpleNamespace(tokens_per_sample=8)}, None)
+    refuse_unplanned(call)
+    with pytest.raises(ForwardStepError, match="does not support a packed sequence with --mtp-num-layers"):
+        refuse_unplanned(call, predicts_further=True)

@@ -148,11 +148,6 @@ class InMemoryCollectives:
         if self.rank == root:
             sum_in_order([self._receive(tensor, source) for source in range(self.size)], tensor)
 
-    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        if parts is not None:
-            self._send_all(parts)
-        part.copy_(self._receive(part, root))
-
     def close(self) -> None:
         self._network.close(ConnectionError(f"rank {self.rank} has left the group of collectives"))
 

@@ -35,10 +35,6 @@ def run_all(group: Collectives, dtype: torch.dtype) -> None:
         group.broadcast(tensor, root)
         assert torch.equal(tensor, everyone[root])
 
-        parts = [everyone[root] + part for part in range(group.size)]
-        group.scatter(parts if rank == root else None, tensor, root)
-        assert torch.equal(tensor, parts[rank])
-
         tensor = everyone[rank].clone()
         group.sum_to(tensor, root)
         in_order = everyone[0]

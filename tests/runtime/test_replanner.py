@@ -8,7 +8,7 @@ import pytest
 from replanned_run import GIVEN, MODEL, Run
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit, beside_states
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.device import limits_of_ranks
@@ -146,7 +146,8 @@ def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest(lim
 def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch, inside, room):
     monkeypatch.setattr(replanner, "least_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=inside), memory_limit=MemoryLimit())
-    run.steps(1, m=8)
+    run.steps(2, m=8)
+    assert run.new_plans == [2], "the optimizer allocates its states in the first step"
     assert run.reports[0].memory_limit == (room,)
     assert run.reports[0].prediction.peak_bytes[0] <= room
 
@@ -155,7 +156,7 @@ def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
     monkeypatch.setattr(replanner, "least_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=(480.0,)), memory_limit=MemoryLimit())
     with pytest.raises(ScheduleError, match=r"limit of 450 bytes: the smallest that works is 580B$"):
-        run.steps(1)
+        run.steps(2)
 
 
 def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
@@ -164,6 +165,15 @@ def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
 
 
 RECOMPUTED = RunSchedules.named("1f1b", 1).requesting(recomputes=(Recompute.FULL,))
+
+
+def test_on_gpus_a_rank_whose_states_take_less_may_have_more_activations(monkeypatch):
+    """No rank needs more for states and activations than the rank that needs most under 1F1B."""
+    assert beside_states((100.0, 40.0), (10.0, 30.0)) == (100.0, 80.0)
+    monkeypatch.setattr(replanner, "states_of_ranks", lambda device, rank, num_ranks: (7.0,) * num_ranks)
+    run = Run(profile=GIVEN, memory_limit=MemoryLimit(multiple=1.5))
+    run.steps(1)
+    assert run.reports[0].memory_limit == (150.0,)
 
 
 @pytest.mark.parametrize(("given", "limit"), [("1.2", 150.0), (None, 150.0), ("150B", 120.0)])

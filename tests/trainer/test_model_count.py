@@ -18,6 +18,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.session.model_states import element_bytes
 from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.model import layer_kinds
 from megatron.zero_bubble.trainer.model_count import (
     Activations,
     Flops,
@@ -171,6 +172,13 @@ def test_context_parallel_ranks_share_tokens_and_local_ones_gather_keys() -> Non
     s, b, h, size = 64 / 2, 2, 48, 2
     gathered, mask = 2 * 2 * size * s * b * h, size * s * 64
     assert held("--bf16 --context-parallel-size 2", 4).after_f == held(half, 4).after_f + gathered + mask
+
+
+def test_layers_may_communicate_between_context_parallel_ranks_in_their_own_ways() -> None:
+    of_layers = "--num-layers 4 --context-parallel-size 2 --cp-comm-type p2p all_gather p2p p2p"
+    kept = [layer.activations for layer in count_model(arguments(f"--bf16 {TE} {of_layers}", 4)).layers]
+    assert kept == [held(f"--bf16 {TE} --context-parallel-size 2", 4)] * 4
+    assert layer_kinds(arguments(of_layers, 4)) == [0, 1, 0, 0]
 
 
 def test_gated_mlps_keep_what_their_kernel_keeps() -> None:

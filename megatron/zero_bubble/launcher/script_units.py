@@ -169,6 +169,8 @@ class ScriptUnits:
             if getattr(config, name, None):
                 # Layers of multi-token prediction have numbers of their own, or follow the unit's layer (0.16).
                 setattr(config, name, [value] * (1 + (config.mtp_num_layers or 0)))
+        if layer.communication is not None:
+            config.cp_comm_type = layer.communication
         if call.get("mtp_block_spec") is not None and not unit.is_last:
             call["mtp_block_spec"] = None
         call["config"], call["pg_collection"] = config, groups
@@ -206,6 +208,8 @@ class _Layer(NamedTuple):
     """Spec of the layer, or symbol in a layer pattern; None if all layers share one spec."""
     has_window: int = 0
     lacks_rope: int = 0
+    communication: str | None = None
+    """Communication of attention between context-parallel ranks, if it differs between layers."""
 
 
 def _layers(call: Call) -> list[_Layer]:
@@ -213,12 +217,15 @@ def _layers(call: Call) -> list[_Layer]:
     if pattern := _pattern(call):
         return list(map(_Layer, pattern.symbols))
     config = call["config"]
+    words = getattr(config, "cp_comm_type", None)
+    communications = words if isinstance(words, list) and config.context_parallel_size > 1 else [None]
     specs = getattr(call.get("transformer_layer_spec"), "layer_specs", None) or [None] * config.num_layers
     return [
         _Layer(
             spec,
             int(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)),
             config.no_rope_freq[number - 1] if config.no_rope_freq else 0,
+            communications[(number - 1) % len(communications)],
         )
         for number, spec in enumerate(specs, 1)
     ]

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.pipeline_parallel.utils import ScheduleNode, set_streams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
@@ -52,6 +54,15 @@ def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
         and "moe" in (config.recompute_modules or ()),
         f"--moe-token-dispatcher-type {config.moe_token_dispatcher_type}": config.moe_token_dispatcher_type
         not in ("alltoall", "flex"),
+        "--fp4-format": bool(getattr(config, "fp4", None))
+        and not hasattr(TransformerLayerSchedulePlan, "get_low_precision_context"),
+        "--experimental-attention-variant gated_delta_net": getattr(config, "experimental_attention_variant", None)
+        == "gated_delta_net"
+        and not hasattr(GatedDeltaNet, "backward_dw"),
+        **{
+            f"{name} of the model's configuration": getattr(config, name, False)
+            for name in ("enable_mhc_connections", "enable_hyper_connections")
+        },
     }
     for given, is_on in refused.items():
         if is_on:
@@ -64,26 +75,31 @@ def _ends_with_experts(config: Any) -> bool:
     return bool(every[-1] if isinstance(every, Sequence) else (config.num_layers - 1) % every == 0)
 
 
-def refuse_unplanned(call: RecordedCall) -> None:
+def refuse_unplanned(call: RecordedCall, *, predicts_further: bool = False) -> None:
     """Check that schedule plans give the router the same tokens as the model's own forward.
 
     In its own forward, a layer of experts leaves out padding, and separates samples that were packed into one sequence.
 
+    Args:
+        predicts_further: whether the model has multi-token prediction, whose plans take no packed sequences.
+
     Raises:
         ForwardStepError: the model's own forward would give the router other tokens.
     """
-    length = getattr(call.keywords.get("packed_seq_params"), "tokens_per_sample", None)
+    packed = call.keywords.get("packed_seq_params")
+    length = getattr(packed, "tokens_per_sample", None)
     is_given = {
         "a padding_mask": call.keywords.get("padding_mask") is not None,
         "several samples in one packed sequence": length is not None
         and call.tokens is not None
         and call.tokens.numel() > length,
+        "a packed sequence with --mtp-num-layers": predicts_further and packed is not None,
     }
     for given, is_on in is_given.items():
         if is_on:
             raise ForwardStepError(
-                f"{FLAG} does not support {given} in the forward step, which megatron-core's schedule plans ignore: "
-                "leave out the flag"
+                f"{FLAG} does not support {given} in the forward step, which megatron-core's schedule plans ignore or "
+                "refuse: leave out the flag"
             )
 
 
@@ -171,7 +187,7 @@ class PairedStage(MegatronStage):
         mcore.set_current_microbatch(model, microbatch)
         get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
         call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model, FLAG)
-        refuse_unplanned(call)
+        refuse_unplanned(call, predicts_further=bool(self._config.mtp_num_layers))
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         # The `WeightGradStore`, and not the schedule plan, determines when W runs.
         with replaced(self._config, "delay_wgrad_compute", False):

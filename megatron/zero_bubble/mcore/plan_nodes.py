@@ -39,10 +39,18 @@ def complete_plan(model: Any, plan: Any) -> None:
         is_dense = not isinstance(planned.moe_combine, ScheduleNode)
         if number == own - 1 and is_dense and model.decoder.final_layernorm is not None:
             _wrap(planned.mlp, partial(_with_norm, model.decoder.final_layernorm))
-        if config.num_moe_experts == config.expert_model_parallel_size:
-            # A rank's only expert takes the tokens as they arrive, without a copy, and needs them in its backward.
-            # megatron-core frees the tokens after the forward; from 0.18 on, megatron-core keeps the tokens itself.
+        if config.num_moe_experts == config.expert_model_parallel_size or _passes_tokens_on(config):
+            # These experts take the tokens as they arrive, without a copy, and need them in their backward.
+            # megatron-core frees the tokens after the forward; from 0.18 on, it keeps the tokens of a rank's only
+            # expert itself.
             planned.mlp.free_input = False
+
+
+def _passes_tokens_on(config: Any) -> bool:
+    """Whether the dispatcher makes no copy of the tokens for experts in bf16, in a model with some layers in fp8."""
+    backend = getattr(config, "moe_flex_dispatcher_backend", None)
+    is_flex = config.moe_token_dispatcher_type == "flex" and backend in ("hybridep", "ncclep")
+    return is_flex and bool(getattr(config, "first_last_layers_bf16", False))
 
 
 def _first_node(planned: Any) -> Any:

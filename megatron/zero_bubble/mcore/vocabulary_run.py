@@ -181,8 +181,5 @@ class _MadeUpRanks:
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
         return
 
-    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        part.zero_()
-
     def close(self) -> None:
         return

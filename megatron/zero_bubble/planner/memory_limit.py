@@ -78,7 +78,19 @@ class MemoryLimit:
         inside: Sequence[float] = (),
         recompute: Recompute = Recompute.NONE,
     ) -> float:
-        """The memory limit in bytes; a multiple of a peak memory is converted with measured costs.
+        """The memory limit in bytes, if all ranks have the same: the largest limit of `of_ranks`."""
+        return max(self.of_ranks(placement, costs, num_microbatches, free_bytes, inside, recompute))
+
+    def of_ranks(
+        self,
+        placement: Placement,
+        costs: StageCosts,
+        num_microbatches: int,
+        free_bytes: int | None,
+        inside: Sequence[float] = (),
+        recompute: Recompute = Recompute.NONE,
+    ) -> tuple[float, ...]:
+        """Rank -> its memory limit in bytes; a multiple of a peak memory is converted with measured costs.
 
         Args:
             free_bytes: free memory for activations on the fullest device; used for `auto` only.
@@ -90,11 +102,21 @@ class MemoryLimit:
             if self.is_interleaved and placement.num_chunks > 1:
                 peaks_of = partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
             peaks = peaks_of(placement, costs, num_microbatches, recompute)
-            return self.multiple * max(map(add, peaks, inside or (0,) * len(peaks)))
-        if self.num_bytes is not None:
-            return self.num_bytes
-        assert free_bytes is not None
-        return free_bytes
+            return tuple(self.multiple * peak for peak in map(add, peaks, inside or (0,) * len(peaks)))
+        in_bytes = self.num_bytes if self.num_bytes is not None else free_bytes
+        assert in_bytes is not None
+        return (in_bytes,) * placement.num_ranks
+
+
+def beside_states(needed: Sequence[float], states: Sequence[float]) -> tuple[float, ...]:
+    """Rank -> its memory limit, if each rank may take as much memory, with its states, as the rank that needs most.
+
+    Args:
+        needed: rank -> memory that the rank needs beside its states.
+        states: rank -> memory of the rank's parameters, gradients and optimizer states.
+    """
+    capacity = max(map(add, needed, states))
+    return tuple(capacity - own for own in states)
 
 
 def in_peaks(ratio: float) -> str:

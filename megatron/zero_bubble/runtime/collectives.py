@@ -1,4 +1,4 @@
-"""Runs collective operations (broadcast, gather, reduce, scatter) among the ranks of a group.
+"""Runs collective operations (broadcast, gather, reduce) among the ranks of a group.
 
 All ranks of a group call the same collectives in the same order. On a CPU, a collective blocks the calling thread; on a
 GPU, a collective blocks the current stream. An `ExchangeLane` overlaps collectives with computation.
@@ -39,9 +39,6 @@ class Collectives(Protocol):
         On a CPU the tensors are added in the order of the ranks, so that the sum is bitwise reproducible.
         """
 
-    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        """Fill `part` on rank r with `parts[r]` of rank `root`; `parts` is None on all ranks but `root`."""
-
     def close(self) -> None:
         """Leave the group, so that later collectives of the other ranks fail.
 
@@ -78,7 +75,6 @@ class TorchCollectives:
         self.gather_all(mine, everyone)
         assert everyone.flatten().tolist() == list(range(self.size)), "two groups of collectives are crossed"
         for root in range(self.size):
-            self.scatter(everyone.unbind() if self.rank == root else None, mine, root)
             self.broadcast(everyone, root)
             self.sum_to(mine.clone(), root)
 
@@ -100,11 +96,6 @@ class TorchCollectives:
         self._group.gather([parts] if is_root else [], [tensor], gather).wait()
         if is_root:
             sum_in_order(parts, tensor)
-
-    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        options = dist.ScatterOptions()
-        options.rootRank = root
-        self._group.scatter([part], [] if parts is None else [list(parts)], options).wait()
 
     def close(self) -> None:
         if self._group is not None:

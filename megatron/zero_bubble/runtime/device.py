@@ -39,6 +39,20 @@ def least_free_bytes(device: torch.device) -> float:
     return min(from_all_ranks(float(free + unused)))
 
 
+def states_of_ranks(device: torch.device, rank: int, num_ranks: int) -> tuple[float, ...] | None:
+    """Return, for each pipeline rank, the memory of parameters, gradients and optimizer states, in bytes.
+
+    `states_of_ranks` is a collective call of all ranks between two steps. On a CPU, the result is None.
+
+    Args:
+        rank: pipeline rank of this process.
+    """
+    if device.type != "cuda":
+        return None
+    allocated = from_all_ranks((rank, float(torch.cuda.memory_allocated(device))))
+    return tuple(max(size for each, size in allocated if each == number) for number in range(num_ranks))
+
+
 def return_free_heap() -> None:
     """Return the free memory of the C library's heap to the operating system.
 

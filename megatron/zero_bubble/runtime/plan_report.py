@@ -52,6 +52,19 @@ class PlanningOptions:
         """Whether the memory limit is a number of bytes or `auto`, rather than a multiple of the memory of 1F1B."""
         return self.memory_limit is not None and self.memory_limit.multiple is None
 
+    @property
+    def limit_includes_inside(self) -> bool:
+        """Whether the memory limit includes the temporary memory of an operation.
+
+        The limits of a layout that was chosen under a multiple of 1F1B's memory are for activations alone.
+        """
+        return self.limits is None or self.has_absolute_limit
+
+    @property
+    def needs_free_memory(self) -> bool:
+        """Whether the free memory of the devices is the memory limit."""
+        return self.limits is None and self.memory_limit is not None and self.memory_limit.is_auto
+
 
 @dataclass(frozen=True)
 class Report:

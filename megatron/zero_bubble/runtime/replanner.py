@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
-from megatron.zero_bubble.planner.memory_limit import beyond_limit
+from megatron.zero_bubble.planner.memory_limit import beside_states, beyond_limit
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
+from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks, states_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.measured_variant import measured_variant
 from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, WORTHWHILE, OrderTrial, TrialResult, own_order
@@ -82,6 +82,8 @@ class Replanner:
         """The numbers of microbatches for which a plan was made from the current profile."""
         self._largest_number = 0
         """The largest number of microbatches planned for; a memory limit is a multiple of 1F1B's memory with it."""
+        self._lacks_states = options.needs_free_memory
+        """Whether the free memory is yet to be measured after a step, in which the optimizer allocates its states."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> `Schedule.groups` of the schedule that runs."""
         self._trial: OrderTrial | None = None
@@ -112,7 +114,7 @@ class Replanner:
         `before_step` is a collective call. Each number of microbatches needs its own plan, because a larger number may
         raise the memory limit. If the user gives a profile, the plan for the first step is made from this profile.
         """
-        if self._profile is None or num_microbatches in self._planned_for:
+        if self._profile is None or num_microbatches in self._planned_for or self._lacks_states:
             return None
         if self._trial is not None:  # the trial ends without a result
             self._trial, self._check_at = None, 0
@@ -121,7 +123,7 @@ class Replanner:
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan for the next steps, or None if the run keeps its plan; a collective call."""
-        options = self._options
+        options, self._lacks_states = self._options, False
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
             self._profile = self._measure(num_microbatches)
@@ -177,12 +179,11 @@ class Replanner:
 
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
         """Make a plan from the current profile, in a collective call; return the plan and the ranks' memory limits."""
-        profile = self._known_profile()
+        profile, plan = self._known_profile(), self._plan
         self._largest_number = max(self._largest_number, num_microbatches)
         in_bytes = self._limits_in_bytes(profile, self._largest_number)
-        inside = self._limited_inside(profile)
+        inside = profile.inside_ranks if self._options.limit_includes_inside else (0.0,) * plan.placement.num_ranks
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, inside)
-        plan = self._plan
         if plan.adapts:
             plan = plan.requesting(costs=profile.costs, memory_limit=limit, spread=profile.noise)
         try:
@@ -298,22 +299,14 @@ class Replanner:
         self._planned_for = set()
         return self._decide(num_microbatches)
 
-    def _limited_inside(self, profile: Profile) -> tuple[float, ...]:
-        """Rank -> temporary memory of an operation in bytes if the memory limit includes it, or else zero.
-
-        A layout that was chosen under a multiple of 1F1B's memory has limits for activations alone.
-        """
-        limit = self._options.memory_limit
-        is_for_activations = self._options.limits is not None and (limit is None or limit.multiple is not None)
-        return (0.0,) * len(profile.inside_ranks) if is_for_activations else profile.inside_ranks
-
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
         """Return the memory limit of each rank in bytes; None if the schedule determines its own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits
         free = int(MARGIN * least_free_bytes(self._device)) if limit.is_auto else None
-        in_bytes = limit.in_bytes(
+        of_ranks = limit.of_ranks(
             profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
         )
-        return (in_bytes,) * profile.placement.num_ranks
+        states = states_of_ranks(self._device, self._measured.rank, len(of_ranks)) if limit.multiple else None
+        return beside_states(of_ranks, states or (0.0,) * len(of_ranks))

@@ -39,7 +39,7 @@ class RunCosts:
         recomputation: RecomputationStore | None = None,
         offload: OffloadStore | None = None,
     ) -> None:
-        self._placement, self._rank = placement, rank
+        self._placement, self.rank = placement, rank
         self.observer, self._measure_messages = observer, measure_messages
         self._recomputation, self._offload = recomputation, offload
         self._profiler = Profiler(placement, rank)
@@ -75,7 +75,7 @@ class RunCosts:
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
         gathered = from_all_ranks((chunks, self._edges))
         costs, noise, inside, self.ratio_of_pairs = combine_costs(self._placement, gathered)
-        self._profiler = Profiler(self._placement, self._rank)
+        self._profiler = Profiler(self._placement, self.rank)
         if costs.has_vocabulary:
             others = self._placement.num_stages - self._placement.num_ranks
             costs = replace(costs, latency_collective=(self._collective,) * self._placement.num_ranks + (0.0,) * others)
@@ -91,7 +91,7 @@ class RunCosts:
             steps: the measured operations of each step; `add_checked` empties this list.
         """
         self.observer.flush()
-        self._profiler = Profiler(self._placement, self._rank)
+        self._profiler = Profiler(self._placement, self.rank)
         spans = [step_time(ops).span * 1000.0 for ops in steps]
         slowest = spans.index(max(spans))
         del spans[slowest], steps[slowest]

@@ -184,22 +184,30 @@ def layer_kinds(args: Arguments) -> list[int]:
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return, for each layer, the symbol in a hybrid model, or the values of the `_PATTERNS` flags in a GPT model.
+    """Return, for each layer, the symbol in a hybrid model, or the values of `_values_of_layers` in a GPT model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.
     """
     if args.pattern is not None:
         return list(zip(args.pattern.symbols))
-    columns = []
-    for name, meaning in _PATTERNS.items():
-        value = getattr(args, name)
+    return list(zip(*_values_of_layers(args).values(), strict=True)) or [()] * args.num_layers
+
+
+def _values_of_layers(args: Arguments) -> dict[str, list[Any]]:
+    """Return the flags that give each layer of a GPT model a value of its own, with these values."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in _PATTERNS}
+    if args.context_parallel_size > 1 and len(args.cp_comm_type or ()) > 1:
+        given["cp_comm_type"] = args.cp_comm_type
+    values = {}
+    for name, value in given.items():
         if isinstance(value, int):
-            value = [meaning(layer, value) for layer in range(args.num_layers)]
+            value = [_PATTERNS[name](layer, value) for layer in range(args.num_layers)]
         elif value is not None and len(value) != args.num_layers:
             raise ValueError(f"{flag_name(name)} has {len(value)} layers, but --num-layers is {args.num_layers}")
-        columns.append(value or [0] * args.num_layers)
-    return list(zip(*columns, strict=True))
+        if value is not None:
+            values[name] = list(value)
+    return values
 
 
 def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
@@ -220,8 +228,9 @@ def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
     kinds = list(dict.fromkeys(_differences(args)))
     patterns: dict[str, Any] = {}
     if args.hybrid_layer_pattern is None:
-        columns = zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
-        patterns = {name: list(column) for name, column in columns if getattr(args, name) is not None}
+        patterns = dict(zip(_values_of_layers(args), map(list, zip(*kinds, strict=True)), strict=True))
+        if words := patterns.get("cp_comm_type"):
+            patterns["cp_comm_type"] = words[unit.layer or 0]  # megatron-core 0.16 fails to read a list
     of_units: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
