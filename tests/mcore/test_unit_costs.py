@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 from split_layers import one_rank
 
 from megatron.zero_bubble.mcore.unit_costs import UnmeasuredError, count_states, measure_model
@@ -19,14 +20,17 @@ def test_an_error_restores_ranks_and_random_states() -> None:
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE == 1
         torch.rand(3)
+        random.get_cuda_rng_tracker().add("added", 77)
         raise ValueError("not in DDP")
 
     with one_rank():
+        random.model_parallel_cuda_manual_seed(1)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
         state = torch.get_rng_state()
         with pytest.raises(ValueError, match="not in DDP"):
             count_states(mock.Mock(build=build), [0])
         assert torch.equal(torch.get_rng_state(), state)
+        random.get_cuda_rng_tracker().add("added", 77)  # as the model itself will do
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is None
         assert parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK is None

@@ -45,6 +45,15 @@ def test_building_a_model_leaves_the_random_states_as_they_were():
     assert all(torch.equal(after[name], state) for name, state in before[2].items())
 
 
+def test_a_generator_that_a_model_adds_stays():
+    """Multi-token prediction of megatron-core 0.20 adds a generator, from which its forwards draw."""
+    random.model_parallel_cuda_manual_seed(1)
+    with initialized_by_unit(5, is_first_stage=True):
+        random.get_cuda_rng_tracker().add("added", 77)
+    with random.get_cuda_rng_tracker().fork("added"):
+        torch.rand(1)
+
+
 def test_dropout_depends_on_the_iteration_and_the_microbatch():
     config = make_config()
     assert config.hidden_dropout > 0

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 
 from megatron.zero_bubble.mcore import communication_costs
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
@@ -139,11 +140,13 @@ def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the random states, and free the memory of models, at the end of the `with` block."""
-    random_states = Restart([])
+    random_states, tracker = Restart([]), random.get_cuda_rng_tracker()
+    seeds = set(tracker.seeds_)
     try:
         yield
     finally:
         random_states.apply()
+        tracker.seeds_ = seeds  # of generators that a unit has added, and that the model will add again
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -30,6 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg
 from megatron.zero_bubble.mcore.decoder_models import require_decoder_models
 from megatron.zero_bubble.mcore.random_settings import RANDOM_SETTINGS
 from megatron.zero_bubble.mcore.replaced import replaced
+from megatron.zero_bubble.mcore.restart import copied_rng_states
 
 _MICROBATCH = "zero-bubble-microbatch"
 """Name of the running microbatch's seed in megatron-core's tracker of random states.
@@ -60,7 +61,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
         first_layer: number of layers in the stages before the built model, if the built model numbers its own layers
             from 1.
     """
-    before = random._get_all_rng_states()
+    cpu, cuda, before = copied_rng_states()
     construction = _Construction(seed)
     # A model draws the weights of its embedding first, and the weights of its output layer last.
     construction.begin(_UnitKind.EMBEDDING if is_first_stage else _UnitKind.OUTPUT)
@@ -72,7 +73,9 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
         ):
             yield
     finally:
-        random._set_all_rng_states(*before)
+        # Multi-token prediction may have added a generator of its own, which its forwards need.
+        _, _, after = random._get_all_rng_states()
+        random._set_all_rng_states(cpu, cuda, {**after, **before})
 
 
 class _Construction:
