@@ -91,6 +91,7 @@ def test_each_number_of_microbatches_is_planned_once():
         run.steps(1, m=m)
     assert run.new_plans == [1, 3, 5]
     assert [report.prediction.schedule.num_microbatches for report in run.reports] == [1, 2, 3]
+    assert run.plan.shared.keys() == {1, 2, 3}, "costs and limits are equal, so that earlier schedules stay"
 
 
 def test_a_step_of_fewer_microbatches_leaves_the_memory_of_larger_steps_as_it_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
@@ -93,6 +95,19 @@ def test_memory_inside_is_that_of_the_operation_that_needs_the_most():
     first, second = fitted(ops).inside
     assert first.at(MicrobatchSize.of([100])) == pytest.approx(30_000)
     assert second.at(MicrobatchSize.of([100])) == 0
+
+
+def test_a_rank_sends_samples_of_all_sizes_but_not_all_samples():
+    """Each of a job's ranks, which may be thousands, gets the samples of all others."""
+    sizes = [MicrobatchSize.of([length]) for length in range(1, 1001)]
+    profile, sent = SizeProfile(Placement("linear", 2), 0), []
+    profile.note(1, sizes)
+    profile.collect(1, [measured(OpKind.F, k, 3.0 * size.tokens) for k, size in enumerate(sizes)])
+    costs = profile.fit(USUAL, lambda samples: sent.append(samples) or [samples])
+    assert costs.of(sizes[499]).time_f[0] == pytest.approx(1500)
+    tokens = [sample.size.tokens for sample in sent[0][0, OpKind.F]]
+    assert (len(tokens), tokens[0], tokens[-1]) == (128, 1, 1000)
+    assert max(b - a for a, b in pairwise(tokens)) <= 8
 
 
 def test_steps_whose_sizes_are_not_known_are_left_out():

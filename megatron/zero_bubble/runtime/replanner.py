@@ -99,6 +99,11 @@ class Replanner:
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
+    def share(self, plan: RunSchedules) -> None:
+        """Take over the schedules in `plan`, the plan that runs, for further numbers of microbatches."""
+        if plan.request == self._current.request:
+            self._current = plan
+
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
@@ -186,6 +191,7 @@ class Replanner:
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, inside)
         if plan.adapts:
             plan = plan.requesting(costs=profile.costs, memory_limit=limit, spread=profile.noise)
+            plan = self._current if plan.request == self._current.request else plan
         try:
             return plan_on_first_rank(plan, num_microbatches), limit
         except Infeasible as error:

@@ -113,6 +113,7 @@ class RunningPlan:
         if num_microbatches not in self.plan.shared:
             try:
                 self.plan = plan_on_first_rank(self.plan, num_microbatches)
+                self.replanner.share(self.plan)
             except ScheduleError:
                 if not forward_only:
                     raise

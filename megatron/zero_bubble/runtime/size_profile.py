@@ -19,6 +19,9 @@ from megatron.zero_bubble.schedule.kinds import KINDS, TIMES
 from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, SizedCosts
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
+_MOST_SAMPLES = 128
+"""Largest number of samples of a stage's kind of operation that a rank contributes to a fit; a job may have thousands
+of ranks, each of which gets the samples of all others."""
 _BETTER = 0.98
 """Ratio of residuals below which a fitted curve with more terms replaces a curve with fewer terms."""
 
@@ -93,10 +96,19 @@ class SizeProfile:
             The fitted costs, or None if no rank has samples.
         """
         together: _Samples = defaultdict(list)
-        for samples in gather(self._samples):
+        for samples in gather({key: _thinned(values) for key, values in self._samples.items()}):
             for key, values in samples.items():
                 together[key] += values
         return sized_costs(together, usual)
+
+
+def _thinned(samples: list[_Sample]) -> list[_Sample]:
+    """Return at most `_MOST_SAMPLES` samples, with sizes from the smallest to the largest in equal shares."""
+    count = len(samples)
+    if count <= _MOST_SAMPLES:
+        return samples
+    in_order = sorted(samples, key=lambda sample: sample.size.tokens)
+    return [in_order[number * (count - 1) // (_MOST_SAMPLES - 1)] for number in range(_MOST_SAMPLES)]
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
