@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
+import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble import Pipeline
-from megatron.zero_bubble.pipeline.interconnect import Agreement, connect_ranks
+from megatron.zero_bubble.pipeline.interconnect import Agreement, connect_ranks, refuse_shared_gpu
 from tests.ranks import run_on_ranks
 from tests.trainings import process_group
 
@@ -65,6 +69,7 @@ def test_the_default_device_is_a_gpu_if_the_group_uses_nccl_for_gpus(monkeypatch
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert connect_ranks().device == torch.device(device)
+        assert connect_ranks(device="cuda").device == torch.device("cuda:0")
     finally:
         dist.destroy_process_group()
 
@@ -79,3 +84,25 @@ def test_a_rank_outside_of_the_group_is_told_so_and_torchs_default_device_does_n
             assert agreement.gather("value") == ["value"]
     finally:
         dist.destroy_process_group()
+
+
+class OfRanks:
+    """Gathers the values of two ranks, of which this is the first."""
+
+    def __init__(self, other: object) -> None:
+        self.other = other
+
+    def gather(self, value: object) -> list[object]:
+        return [value, self.other]
+
+
+@pytest.mark.parametrize(("other", "is_shared"), [("GPU-1", True), ("GPU-2", False)])
+def test_ranks_that_share_one_of_several_gpus_are_told_to_set_the_device(monkeypatch, other, is_shared):
+    """After `init_process_group`, the current GPU of every rank is the first one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    agreement = OfRanks((socket.gethostname(), other))
+    line = re.escape('ranks 0 and 1 both use the GPU cuda:0: call torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')
+    with pytest.raises(ValueError, match=line) if is_shared else nullcontext():
+        refuse_shared_gpu(agreement, torch.device("cuda", 0))
+    refuse_shared_gpu(OfRanks(None), torch.device("cpu"))

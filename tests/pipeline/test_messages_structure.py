@@ -10,6 +10,8 @@ from rank_threads import errors_on_ranks, gradients_of, merged, pipeline_of, pip
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from megatron.zero_bubble.pipeline.messages import StageMessage
+
 WIDTH = 4
 
 
@@ -69,3 +71,9 @@ def test_a_class_that_other_ranks_cannot_import_is_refused():
         assert str(error).startswith("rank 0 cannot describe its part to the other ranks: ")
         assert str(error).endswith(": a class must be defined at the top of a module")
         assert "local" in str(error)
+
+
+def test_a_tensor_on_the_cpu_is_refused_between_stages_on_gpus():
+    """For example an auxiliary loss that begins as `torch.zeros(())`."""
+    with pytest.raises(ValueError, match="a tensor on cpu cannot be sent to the next stage: move it to cuda:0"):
+        StageMessage.to_send((torch.zeros(3), torch.zeros(())), torch.device("cuda", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from toy_pipeline import WIDTH, Pipeline, Problem, Threads, ToyStage
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.variable_shapes import (
     AnnouncedSpec,
     AnswerSpec,
     VariableCommunicator,
     refuse_one_queue,
 )
-from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from tests.runtime.in_memory import InMemoryNetwork
 
 CPU = torch.device("cpu")
@@ -132,3 +134,30 @@ def test_one_hardware_queue_is_refused(monkeypatch):
         refuse_one_queue(torch.device("cuda"))
     with pytest.raises(ValueError, match=r"^messages of several tensors need several hardware queues: "):
         refuse_one_queue(torch.device("cuda"), "messages of several tensors")
+
+
+class Sending:
+    """A channel whose sends end when a test says so; gloo's sends end for a rank that waits."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.are_done = False
+
+    def send(self, tensor: torch.Tensor, destination: int) -> SimpleNamespace:
+        self.sent.append(tensor)
+        return SimpleNamespace(is_done=lambda: self.are_done, wait=lambda: None)
+
+
+def test_headers_are_on_the_cpu_and_keep_no_message_in_memory():
+    schedule = lower(generate("1f1b", 2, 3))
+    messages, headers = Sending(), Sending()
+    passed = StageMessages(schedule, 0, VariableCommunicator(messages, headers))
+    with torch.device("meta"):  # torch's default device
+        for microbatch in range(3):
+            passed.hand_on(Op(OpKind.F, microbatch), torch.zeros(2, microbatch + 1, device="cpu"), is_forward=True)
+            passed.send(Op(OpKind.SEND_FORWARD, microbatch))
+    assert [header[:3].tolist() for header in headers.sent] == [[2, 2, 1], [2, 2, 2], [2, 2, 3]]
+    messages.are_done = True
+    passed.drop_finished_sends()
+    assert not passed._sends
+    passed.finish_sends()

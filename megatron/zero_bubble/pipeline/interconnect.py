@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -98,11 +99,14 @@ def connect_ranks(
         uses_gpu = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group).split(",")
         device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else HOST
     device = torch.device(device)
-    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
-        raise ValueError(
-            f"device={str(device)!r} is not the current GPU, cuda:{current}, on whose current stream a Pipeline "
-            f"computes: call torch.cuda.set_device({device.index}) first"
-        )
+    if device.type == "cuda":
+        current = torch.device("cuda", torch.cuda.current_device())
+        if device.index not in (None, current.index):
+            raise ValueError(
+                f"device={str(device)!r} is not the current GPU, {current}, on whose current stream a Pipeline "
+                f"computes: call torch.cuda.set_device({device.index}) first"
+            )
+        device = current
     return Interconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)
 
 
@@ -191,3 +195,20 @@ class Agreement:
     def on(self, rank: int, action: Callable[[], T]) -> T:
         """Run `action` only on `rank`, and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])
+
+
+def refuse_shared_gpu(agreement: Agreement, device: torch.device) -> None:
+    """Raise `ValueError` on all ranks if two ranks use one GPU although they see several; a collective call.
+
+    Neither torchrun nor `init_process_group` sets the current GPU of a rank.
+    """
+    sees_several = device.type == "cuda" and torch.cuda.device_count() > 1
+    # Versions of torch without `uuid` are not checked.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if sees_several else None
+    places = agreement.gather(uuid and (socket.gethostname(), str(uuid)))
+    for rank, place in enumerate(places):
+        if place is not None and (first := places.index(place)) < rank:
+            raise ValueError(
+                f"ranks {first} and {rank} both use the GPU {device}: call "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the Pipeline is made'
+            )

@@ -171,7 +171,7 @@ class LayerStage:
                 target = self.microbatches.targets[microbatch]
                 loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
                 return StageMessage.of(loss / len(self.microbatches.targets))
-        output, expected = StageMessage.to_send(value), self._expected[stage]
+        output, expected = StageMessage.to_send(value, self.device), self._expected[stage]
         if not output.spec.has_form_of(expected, shapes_vary=self._shapes_vary):
             problem = f"stage {stage} sends {output.spec}, but the next stage expects {expected}"
             if not self._shapes_vary and output.spec.has_form_of(expected, shapes_vary=True):
@@ -268,7 +268,7 @@ class LayerStage:
                 self._has_run_backward.add(chunk)
                 run_first_backward(value, own, self.device)
         try:
-            output = StageMessage.to_send(value)
+            output = StageMessage.to_send(value, self.device)
         except ValueError as error:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None

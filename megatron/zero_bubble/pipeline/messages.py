@@ -125,17 +125,20 @@ class StageMessage:
         return cls(MessageSpec(template, tuple(map(gets_gradient, tensors))), tensors)
 
     @classmethod
-    def to_send(cls, value: Any) -> StageMessage:
+    def to_send(cls, value: Any, device: torch.device) -> StageMessage:
         """Make a message for the next stage from the output of a layer.
 
         Raises:
-            ValueError: the output contains a sparse tensor or a value that cannot be sent, or contains no tensor.
+            ValueError: the output contains no tensor, or contains a sparse tensor, a tensor that is not on `device`, or
+                a value that cannot be sent.
         """
         message = cls.of(value)
-        for layout in (tensor.layout for tensor in message.tensors):
-            if layout is not torch.strided:
-                name = str(layout).removeprefix("torch.")
+        for tensor in message.tensors:
+            if tensor.layout is not torch.strided:
+                name = str(tensor.layout).removeprefix("torch.")
                 raise ValueError(f"a {name} tensor cannot be sent to the next stage: return a dense tensor")
+            if tensor.device != device:
+                raise ValueError(f"a tensor on {tensor.device} cannot be sent to the next stage: move it to {device}")
         return message
 
     def in_order_of(self, spec: MessageSpec) -> StageMessage:

@@ -26,7 +26,7 @@ from torch import nn
 from megatron.zero_bubble.pipeline.batches import Load, microbatches_of
 from megatron.zero_bubble.pipeline.gradients import average_over, total_norm
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
-from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
+from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks, refuse_shared_gpu
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
 from megatron.zero_bubble.pipeline.options import (
@@ -96,6 +96,7 @@ class Pipeline(PartialModel):
         self._rank, self._replicas = interconnect.rank, replicas
         self.device, self.num_microbatches = interconnect.device, num_microbatches
         self._agreement = Agreement(interconnect)
+        refuse_shared_gpu(self._agreement, interconnect.device)
         arguments = {"num_microbatches": num_microbatches, "schedule": schedule, **options.compared()}
         check_same_arguments(self._agreement, layers, arguments)
         size = interconnect.size

@@ -54,7 +54,7 @@ class ThreadLink:
         return _ThreadCopy(self._thread.submit(self._copy, list(pairs)))
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def _copy(self, pairs: list[CopyPair]) -> float:
         start = time.perf_counter()
@@ -94,7 +94,7 @@ class StreamLink:
         return _StreamCopy(begin, end)
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class _StreamCopy(NamedTuple):

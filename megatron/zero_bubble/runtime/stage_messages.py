@@ -33,6 +33,8 @@ class StageMessages:
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
         self._sends: deque[PendingSend] = deque()
+        self._headers: list[PendingSend] = []
+        """The sends of headers of messages, whose ends gloo tells only to a rank that waits."""
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
         """Wait for the input that `op` needs from another stage; return None if `op` needs no such input."""
@@ -63,7 +65,7 @@ class StageMessages:
         tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
         destination = self._placement.peer_of(self._rank, op)
         if is_forward and self._announcing is not None:
-            self._sends.append(self._announcing.announce(tensor, destination))
+            self._headers.append(self._announcing.announce(tensor, destination))
         self._sends.append(self._communicator.send(tensor, destination))
         return tensor
 
@@ -84,6 +86,7 @@ class StageMessages:
         self._incoming.clear()
         self._outgoing.clear()
         self._sends.clear()
+        self._headers.clear()
 
     def drop_finished_sends(self) -> None:
         while self._sends and self._sends[0].is_done():
@@ -91,9 +94,10 @@ class StageMessages:
 
     def finish_sends(self) -> None:
         """Wait until all messages have been sent."""
-        for send in self._sends:
+        for send in (*self._headers, *self._sends):
             send.wait()
         self._sends.clear()
+        self._headers.clear()
 
     def left(self) -> Iterator[str]:
         """Describe the messages that are unused or unsent at the end of a step; a correct step has none."""

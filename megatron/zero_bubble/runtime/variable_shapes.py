@@ -92,8 +92,8 @@ class VariableCommunicator:
 
     def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         """Send a header with the shape of `tensor` to rank `destination`, before the call of `send` with `tensor`."""
-        header = torch.zeros(HEADER.shape, dtype=HEADER.dtype)
-        header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
+        header = torch.zeros(HEADER.shape, dtype=HEADER.dtype, device=HEADER.device)
+        header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape], device=HEADER.device)
         return self._headers.send(header, destination)
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:

@@ -48,7 +48,7 @@ FAULTS = (
     Fault(
         name="last-sends-not-waited-for",
         file="runtime/stage_messages.py",
-        old="""        for send in self._sends:
+        old="""        for send in (*self._headers, *self._sends):
             send.wait()
 """,
         new="",
