@@ -95,17 +95,17 @@ def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
 def test_the_peak_of_1f1b_includes_what_an_operation_of_that_rank_needs_inside():
     costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)
     limit, placement = MemoryLimit(multiple=1.0), Placement("linear", 2)
-    assert limit.in_bytes(placement, costs, 8, None, (30.0, 0.0)) == 230.0
-    assert limit.in_bytes(placement, costs, 8, None, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"
+    assert max(limit.of_ranks(placement, costs, 8, None, (30.0, 0.0))) == 230.0
+    assert max(limit.of_ranks(placement, costs, 8, None, (0.0, 130.0))) == 230.0, "the last rank holds one microbatch"
 
 
 def test_a_limit_in_bytes_of_measured_costs():
     placement = Placement("linear", 2)
     costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)
-    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 8, None) == 300.0
-    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 1, None) == 150.0
-    assert MemoryLimit(num_bytes=777).in_bytes(placement, costs, 8, None) == 777
-    assert MemoryLimit().in_bytes(placement, costs, 8, 555) == 555
+    assert max(MemoryLimit(multiple=1.5).of_ranks(placement, costs, 8, None)) == 300.0
+    assert max(MemoryLimit(multiple=1.5).of_ranks(placement, costs, 1, None)) == 150.0
+    assert max(MemoryLimit(num_bytes=777).of_ranks(placement, costs, 8, None)) == 777
+    assert max(MemoryLimit().of_ranks(placement, costs, 8, 555)) == 555
 
 
 def test_a_limit_before_anything_is_measured():
@@ -127,8 +127,8 @@ def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v, group_size):
     peaks = simulate(generate("interleaved-1f1b", p, m, num_chunks=v, group_size=group_size), costs).peak_memory
     limit = MemoryLimit(multiple=1.5, is_interleaved=True, group_size=group_size)
     assert interleaved_peaks(placement, costs, m, group_size=group_size) == peaks
-    assert limit.in_bytes(placement, costs, m, None) == 1.5 * max(peaks)
-    assert limit.in_bytes(placement, costs, m, None, (7.0,) * p) == 1.5 * (max(peaks) + 7.0)
+    assert max(limit.of_ranks(placement, costs, m, None)) == 1.5 * max(peaks)
+    assert max(limit.of_ranks(placement, costs, m, None, (7.0,) * p)) == 1.5 * (max(peaks) + 7.0)
 
 
 def test_the_peak_of_interleaved_1f1b_in_whole_ranks():

@@ -67,19 +67,7 @@ class MemoryLimit:
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
-        return self.in_bytes(placement, costs, num_microbatches, None, recompute=recompute)
-
-    def in_bytes(
-        self,
-        placement: Placement,
-        costs: StageCosts,
-        num_microbatches: int,
-        free_bytes: int | None,
-        inside: Sequence[float] = (),
-        recompute: Recompute = Recompute.NONE,
-    ) -> float:
-        """The memory limit in bytes, if all ranks have the same: the largest limit of `of_ranks`."""
-        return max(self.of_ranks(placement, costs, num_microbatches, free_bytes, inside, recompute))
+        return max(self.of_ranks(placement, costs, num_microbatches, None, recompute=recompute))
 
     def of_ranks(
         self,

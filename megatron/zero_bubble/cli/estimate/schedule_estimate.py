@@ -181,7 +181,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
         allowed = flags.memory_limit or flags.peak_of_megatron(is_interleaved=placement.kind == "interleaved")
-        limit = allowed.in_bytes(placement, costs, flags.most_microbatches, int(free), inside, flags.recompute)
+        limit = max(allowed.of_ranks(placement, costs, flags.most_microbatches, int(free), inside, flags.recompute))
         limits = limits_of_ranks((limit,) * num_ranks, inside)
     request = PlanRequest(
         name,
