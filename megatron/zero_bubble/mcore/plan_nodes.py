@@ -48,8 +48,10 @@ def complete_plan(model: Any, plan: Any) -> None:
 
 def _passes_tokens_on(config: Any) -> bool:
     """Whether the dispatcher makes no copy of the tokens for experts in bf16, in a model with some layers in fp8."""
-    backend = getattr(config, "moe_flex_dispatcher_backend", None)
-    is_flex = config.moe_token_dispatcher_type == "flex" and backend in ("hybridep", "ncclep")
+    kind, backend = (
+        getattr(config, f"moe_{name}", None) for name in ("token_dispatcher_type", "flex_dispatcher_backend")
+    )
+    is_flex = kind == "flex" and backend in ("hybridep", "ncclep")
     return is_flex and bool(getattr(config, "first_last_layers_bf16", False))
 
 
