@@ -12,9 +12,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 from split_layers import MICROBATCHES, Layers, make_config, microbatches, one_rank
 
+from megatron.zero_bubble.mcore.buckets import start_missing_reductions
 from megatron.zero_bubble.mcore.forward_backward import GradSync
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.step_call import refuse_unsupported, start_missing_reductions
+from megatron.zero_bubble.mcore.step_call import refuse_unsupported
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 LAST = MICROBATCHES - 1

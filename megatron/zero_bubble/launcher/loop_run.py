@@ -21,7 +21,6 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_settings import (
     chunks_asked,
     flags_of,
-    needs_trainer,
     refuse_in_own_loop,
     schedule_asked,
 )
@@ -68,8 +67,6 @@ class LoopRun:
 
     def __init__(self, flags: LaunchFlags, timeout_minutes: int | None = None) -> None:
         refuse_in_own_loop(flags)
-        if flags.zero_bubble_seed_by_layer:
-            raise SessionError(needs_trainer("zero_bubble_seed_by_layer", "layer seeds are derived from its seed"))
         self._flags, self._timeout_minutes = replace(flags, zero_bubble_keep_layout=flags.zero_bubble), timeout_minutes
         self._models: list[_Model] = []
         self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,14 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 CHUNK_SOURCES = (*CHUNK_FLAGS, "pipeline_model_parallel_layout", PATTERNS[0])
 """Arguments that may ask for several model chunks a rank."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+AT_OPTIMIZER_STEP = ("zero_bubble_post_validation", "hierarchical_sgd")
+"""Settings that take effect at the optimizer step of Megatron-LM's trainer."""
+_NEED_TRAINER = {
+    "zero_bubble_post_validation": "post-validation depends on which steps the loop logs",
+    "hierarchical_sgd": "hierarchical SGD depends on when the loop logs, evaluates and saves",
+    "zero_bubble_seed_by_layer": "layer seeds are derived from its seed",
+}
+"""Setting that works only with Megatron-LM's trainer -> reason why no other training loop supports the setting."""
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
@@ -142,19 +150,11 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
         refuse_chunks(script, asking)
 
 
-def refuse_in_own_loop(flags: LaunchFlags | JobFlags) -> None:
-    """Refuse settings that take effect at the optimizer step of Megatron-LM's trainer, in any other training loop."""
-    if flags.zero_bubble_post_validation:
-        reason = "post-validation depends on which steps the loop logs"
-        raise SessionError(needs_trainer("zero_bubble_post_validation", reason))
-    if flags.hierarchical_sgd is not None:
-        reason = "hierarchical SGD depends on when the loop logs, evaluates and saves"
-        raise SessionError(needs_trainer("hierarchical_sgd", reason))
-
-
-def needs_trainer(name: str, reason: str) -> str:
-    """Return the message for the setting `name`, which no loop but Megatron-LM's trainer supports."""
-    return f"{flag_name(name)} works with Megatron-LM's trainer alone: {reason}"
+def refuse_in_own_loop(flags: LaunchFlags | JobFlags, names: Iterable[str] = _NEED_TRAINER) -> None:
+    """Refuse the settings `names`, which only Megatron-LM's trainer supports, in any other training loop."""
+    for name in names:
+        if getattr(flags, name):
+            raise SessionError(f"{flag_name(name)} works with Megatron-LM's trainer alone: {_NEED_TRAINER[name]}")
 
 
 def refuse_chunks(script: Namespace, asking: str) -> None:

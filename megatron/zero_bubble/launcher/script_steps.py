@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.hooks import Call, Needed
-from megatron.zero_bubble.launcher.script_settings import refuse_in_own_loop
+from megatron.zero_bubble.launcher.script_settings import AT_OPTIMIZER_STEP, refuse_in_own_loop
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0
@@ -41,7 +41,7 @@ def iterations_done(script: Namespace, session: Session, *, trains: bool) -> int
     """
     if not hasattr(script, "curr_iteration"):  # set by Megatron-LM's loop before its first training step
         if trains:
-            refuse_in_own_loop(session.job.flags)
+            refuse_in_own_loop(session.job.flags, AT_OPTIMIZER_STEP)
         return session.iteration
     return script.curr_iteration
 

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import to_local_if_dtensor, unwrap_model
 
+from megatron.zero_bubble.mcore.buckets import bucket_groups
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
@@ -76,8 +77,7 @@ class FiniteCheck:
     def __post_init__(self) -> None:
         self._unreduced_norms: dict[int, torch.Tensor] = {}
         for chunk in self.chunks:
-            # FSDP has no buckets.
-            for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
+            for group in bucket_groups(chunk):
                 # DDP calls `check_grads` before it reduces gradients, if DDP's config enables the check.
                 group.check_grads = partial(self._record_norms, group, group.check_grads)
 

@@ -25,6 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.mcore.buckets import bucket_groups
 from megatron.zero_bubble.mcore.optimizer import (
     Norm,
     copy_to_model,
@@ -286,7 +287,7 @@ class PostValidation:
         if not self._optimizer.config.use_distributed_optimizer:
             return
         for chunk in self._chunks:
-            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket_group in bucket_groups(chunk):
                 if bucket_group.param_gather_handle is not None:
                     bucket_group.start_param_sync(force_sync=True)
             chunk.start_param_sync(force_sync=True)

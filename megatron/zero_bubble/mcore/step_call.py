@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch.distributed.fsdp import FSDPModule
 
+from megatron.zero_bubble.mcore.buckets import start_missing_reductions
 from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.mcore.placement import finalize_gradients
@@ -99,22 +100,6 @@ class StepCall:
             tokens = num_tokens if config.calculate_per_token_loss else None
             start_missing_reductions(self.chunks, self.force_all_reduce)
             finalize_gradients(config, placement, self.chunks, tokens, self.groups, self.force_all_reduce)
-
-
-def start_missing_reductions(chunks: Sequence[Any], force_all_reduce: bool | None) -> None:
-    """Let DDP reduce the buckets in which a parameter has got no gradient in this step, at the end of the step.
-
-    With `overlap_grad_reduce`, DDP starts the reduction of a bucket when all of its parameters have a gradient. On the
-    last stage of a model with tied embeddings and multi-token prediction, one trained weight never gets a gradient.
-    """
-    for chunk in chunks:
-        groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-        for group in groups if groups and chunk.ddp_config.overlap_grad_reduce else ():
-            counts, usual = group.per_param_grad_ready_counts, group.golden_per_param_grad_ready_counts
-            if group.is_first_batch and len(counts) < len(group.params):
-                group.per_param_grad_ready_counts = {}  # DDP waits for no parameter in later steps, too
-            elif not group.is_first_batch and counts != usual:
-                group.start_grad_sync(force_all_reduce=force_all_reduce)
 
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
